@@ -1,0 +1,45 @@
+# Every target does its own set-up; `make` alone explains.
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint format clean
+
+help:  ## show this list
+	@echo "zeroshard: ZeRO stages 0 to 3 for unchanged PyTorch models. The first target you run also sets up $(VENV)."
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo 'Options go through ARGS, for example: make train ARGS="--stage 2 --steps 100"'
+
+setup: $(READY)  ## only create the virtual environment and install what constraints.txt pins
+
+# Re-done when a dependency may have changed, not when code did: the install is editable.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "zeroshard needs Python 3.11 or later; name one with: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(READY)  ## train a 10M-parameter GPT on the Python standard library's source (about two minutes on two cores)
+	$(BIN)/zeroshard train $(ARGS)
+
+test: lint  ## lint, then run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## ruff (lint and format) and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## let ruff rewrite the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the virtual environment, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

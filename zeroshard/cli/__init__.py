@@ -1,0 +1,1 @@
+"""The `zeroshard` command: one module per subcommand."""
