@@ -1,0 +1,190 @@
+"""Facts about the machine, and the one that must be known before torch multiplies: does its AMX work?
+
+Some virtual machines advertise AMX in their CPU flags but fault on it, so that the first bf16 matrix product on the
+CPU ends the process with an illegal instruction. That cannot be caught inside the process, so it is tried in a child.
+Importing this module starts no process and sets no variable.
+"""
+
+import contextlib
+import enum
+import hashlib
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+ISA_VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
+ISA_WITHOUT_AMX: Final = "AVX512_CORE_BF16"
+_ISA_VARIABLES: Final = (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")  # oneDNN still reads its old name too
+
+# Large enough that torch hands the product to oneDNN (it keeps those under 16³ to itself). The fault is expected, so it
+# leaves no core file.
+_PROBE: Final = """
+import resource, torch
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+a = torch.ones(128, 128, dtype=torch.bfloat16)
+assert (a @ a)[0, 0].item() == 128
+"""
+_PROBE_TIMEOUT: Final = 120.0  # seconds; importing torch from a cold disk is slow, the product is not
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What `/proc/cpuinfo` says about the first processor."""
+
+    model: str
+    flags: frozenset[str]
+
+    @classmethod
+    def parse(cls, cpuinfo: str) -> "Cpu":
+        r"""Read the text of `/proc/cpuinfo`.
+
+        >>> Cpu.parse("model name : Some CPU\nflags : avx2 amx_tile amx_bf16\n").has_amx
+        True
+        """
+        model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+        flags = re.search(r"^flags\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+        return cls(
+            model=model.group(1).strip() if model else "unknown",
+            flags=frozenset(flags.group(1).split()) if flags else frozenset(),
+        )
+
+    @property
+    def has_amx(self) -> bool:
+        """Whether the CPU advertises what bf16 matrix products in AMX need."""
+        return {"amx_tile", "amx_bf16"} <= self.flags
+
+
+class Amx(enum.Enum):
+    """What is known about bf16 matrix products in AMX on this machine."""
+
+    ABSENT = "not advertised by this CPU"
+    WORKS = "advertised, and works"
+    FAULTS = "advertised, but faults"
+    CAPPED = "switched off by the environment"
+    UNKNOWN = "advertised, but the probe could not tell"
+
+
+def read_cpuinfo() -> str:
+    """Return the text of `/proc/cpuinfo`, empty where there is none."""
+    return _read(Path("/proc/cpuinfo")) or ""
+
+
+def probe_amx(cpuinfo: str | None = None, probe: Callable[[], int] | None = None, cache: Path | None = None) -> Amx:
+    """Say whether AMX works here, asking a child process at most once per CPU model and torch version.
+
+    Args:
+        cpuinfo: text in the format of `/proc/cpuinfo`; this machine's when not given.
+        probe: tries a bf16 product elsewhere and returns an exit status as `subprocess` does, negative for a signal.
+        cache: folder that remembers the answer; `$XDG_CACHE_HOME/zeroshard` when not given.
+    """
+    cpu = Cpu.parse(read_cpuinfo() if cpuinfo is None else cpuinfo)
+    if not cpu.has_amx:
+        return Amx.ABSENT
+    if any(os.environ.get(name) for name in _ISA_VARIABLES):
+        return Amx.CAPPED
+    # Named by what the answer depends on, so that an upgrade of torch or a migrated home folder asks again.
+    key = hashlib.sha256(f"{cpu.model}\n{torch.__version__}".encode()).hexdigest()[:16]
+    remembered = (cache or _cache_folder()) / f"amx-{key}"
+    match _read(remembered):
+        case "works":
+            return Amx.WORKS
+        case "faults":
+            return Amx.FAULTS
+    status = (probe or _probe_in_child)()
+    if status == 0:
+        _remember(remembered, "works")
+        return Amx.WORKS
+    if status == -signal.SIGILL:
+        _remember(remembered, "faults")
+    # Any other signal may be an accident (a kill for memory): believed for this run, not remembered.
+    return Amx.FAULTS if status < 0 else Amx.UNKNOWN
+
+
+def ensure_bf16_matmul(
+    cpuinfo: str | None = None, probe: Callable[[], int] | None = None, cache: Path | None = None
+) -> str | None:
+    """Make bf16 matrix products on the CPU safe; call it before the first one.
+
+    Where AMX faults, oneDNN is told not to use it: it reads the variable when it first multiplies, so torch may already
+    be imported. Every rank of a job may call this at once. Arguments are those of `probe_amx`.
+
+    Returns:
+        One line to print when something was changed, otherwise None.
+    """
+    if probe_amx(cpuinfo, probe, cache) is not Amx.FAULTS:
+        return None
+    os.environ[ISA_VARIABLE] = ISA_WITHOUT_AMX
+    return f"this machine advertises AMX but faults on it: set {ISA_VARIABLE}={ISA_WITHOUT_AMX} for bf16 on the CPU"
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use: its affinity, capped by the container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_cores()
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def cgroup_cores() -> float | None:
+    """Return the CPU quota of this process's control group in cores, None where there is none."""
+    if (both := _read(Path("/sys/fs/cgroup/cpu.max"))) is not None:  # version 2: "max 100000" or "150000 100000"
+        quota, _, period = both.partition(" ")
+    else:
+        quota = _read(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")) or ""
+        period = _read(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")) or ""
+    if not quota.isdigit() or not period.isdigit():  # "max" in version 2, "-1" in version 1
+        return None
+    return int(quota) / int(period)
+
+
+def usable_memory() -> int:
+    """Return the host memory in bytes that this process may use: the machine's, capped by the container's limit."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _read(Path(limit))
+        if text is not None and text.isdigit():
+            memory = min(memory, int(text))
+    return memory
+
+
+def _probe_in_child() -> int:
+    """Try a bf16 product in a child process and return its exit status, 1 where it could not be asked."""
+    # -P: a file called torch.py in the current folder must not be taken for torch.
+    command = [sys.executable, "-P", "-c", _PROBE]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_PROBE_TIMEOUT
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 1
+    return done.returncode
+
+
+def _cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "zeroshard"
+
+
+def _remember(file: Path, text: str) -> None:
+    """Write a small file whole or not at all, as other ranks may write it too; a cache that fails is only slower."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            temporary.write(text)
+        os.replace(temporary.name, file)
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return None
