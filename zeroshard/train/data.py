@@ -1,0 +1,132 @@
+"""The corpus: bytes of text files, by default the Python standard library's own source, which every machine has.
+
+Files, not bytes, are divided into training and held-out ones, so that no held-out line has a training neighbour. A
+file's side depends on its name alone: every rank, machine and run agrees without talking.
+"""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+END_OF_FILE = b"\0"  # stands after every file; no text contains it
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})  # differ from machine to machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to train on: the `[data]` table of a configuration."""
+
+    folder: str = ""
+    """A folder of text files; empty for the Python standard library's source."""
+    suffixes: tuple[str, ...] = (".py",)
+    """Only files whose names end so are read."""
+    held_out: float = 0.05
+    """The share of files kept for evaluation."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return (key, what is wrong with it) for every value that makes no corpus."""
+        found = []
+        if self.folder and not Path(self.folder).is_dir():
+            found.append(("folder", f"no such folder: {self.folder}"))
+        if not self.suffixes:
+            found.append(("suffixes", "must name at least one, for example ['.txt']"))
+        if not 0 < self.held_out < 1:
+            found.append(("held_out", f"must be between 0 and 1, is {self.held_out}"))
+        return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens and the ones that follow them, both [batch, sequence] of int64."""
+
+    tokens: Tensor
+    targets: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the same batch on a device."""
+        return Batch(self.tokens.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files' bytes, one after the other, as two uint8 tensors."""
+
+    training: Tensor
+    held_out: Tensor
+    files: int
+
+    @classmethod
+    def read(cls, config: DataConfig) -> "Corpus":
+        """Read every file of the configured folder.
+
+        Raises:
+            ValueError: if either side would be empty.
+        """
+        root = Path(config.folder or sysconfig.get_paths()["stdlib"])
+        training, held_out = bytearray(), bytearray()
+        files = text_files(root, config.suffixes)
+        for file in files:
+            side = held_out if is_held_out(file, config.held_out) else training
+            side += (root / file).read_bytes() + END_OF_FILE
+        if not files:
+            raise ValueError(f"data.folder: no file in {root} ends in {', '.join(config.suffixes)}; see data.suffixes")
+        if not training or not held_out:
+            raise ValueError(
+                f"data.folder: of the {len(files)} files ending in {', '.join(config.suffixes)} in {root}, "
+                f"{'all' if held_out else 'none'} fall to the held-out side; name a folder with more files, other "
+                "data.suffixes or another data.held_out"
+            )
+        return cls(_tensor(training), _tensor(held_out), len(files))
+
+    def training_batch(self, *, batch: int, sequence: int, seed: int, step: int, rank: int) -> Batch:
+        """Return random windows of the training files, the same ones for the same seed, step and rank."""
+        digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        starts = torch.randint(_windows(self.training, sequence), (batch,), generator=generator)
+        return _cut(self.training, starts, sequence)
+
+    def held_out_batches(self, *, batches: int, batch: int, sequence: int, rank: int, ranks: int) -> Iterator[Batch]:
+        """Yield this rank's part of windows spread evenly over the held-out files, always the same ones.
+
+        Every rank gets as many, as every rank must take part in a sharded model's forward.
+        """
+        spread = torch.linspace(0, _windows(self.held_out, sequence) - 1, ranks * batches * batch, dtype=torch.float64)
+        for starts in spread.long()[rank::ranks].view(batches, batch):
+            yield _cut(self.held_out, starts, sequence)
+
+
+def text_files(root: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files under a folder, relative to it, in an order that does not depend on the file system."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        found += [Path(folder, name).relative_to(root) for name in names if name.endswith(tuple(suffixes))]
+    return sorted(found)
+
+
+def is_held_out(file: Path, share: float) -> bool:
+    """Whether a file belongs to the held-out side; depends on its name and the share only."""
+    digest = hashlib.sha256(file.as_posix().encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64
+
+
+def _tensor(text: bytearray) -> Tensor:
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def _windows(text: Tensor, sequence: int) -> int:
+    """How many windows of sequence + 1 bytes a text has."""
+    if (windows := len(text) - sequence) < 1:
+        raise ValueError(f"model.sequence: {sequence} is longer than the corpus of {len(text)} bytes")
+    return windows
+
+
+def _cut(text: Tensor, starts: Tensor, sequence: int) -> Batch:
+    windows = text[starts[:, None] + torch.arange(sequence + 1)].long()  # [batch, sequence + 1]
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())

@@ -1,0 +1,198 @@
+"""A plain GPT, as any user might bring it: nothing in here knows that it will be sharded.
+
+Pre-LN blocks, learned positions, GELU, scaled-dot-product attention. The blocks stand in one `ModuleList`, which is
+where zeroshard finds its units. Every module that owns parameters initialises them in its own `reset_parameters`, and
+none initialises those of another, so that a model built on the meta device can be initialised module by module.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+INIT_STD = 0.02  # GPT-2's
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a GPT: the `[model]` table of a configuration."""
+
+    layers: int = 6
+    hidden: int = 384
+    heads: int = 6
+    sequence: int = 256
+    """Longest context in tokens; there is one learned position for each."""
+    vocabulary: int = 256
+    """256 for bytes. A larger one is allowed (the corpus then leaves the rest unused), a smaller one is not."""
+    tied: bool = True
+    """The head is the transposed token embedding, which saves vocabulary × hidden parameters."""
+    checkpointing: bool = False
+    """Keep one tensor a block from forward to backward and recompute the rest: 33% more compute, far less memory."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return (key, what is wrong with it) for every value that makes no model."""
+        found = [
+            (key, f"must be at least 1, is {value}")
+            for key in ("layers", "hidden", "heads", "sequence")
+            if (value := getattr(self, key)) < 1
+        ]
+        if self.vocabulary < 256:
+            found.append(("vocabulary", f"must be at least 256, as the corpus is bytes; is {self.vocabulary}"))
+        if self.heads >= 1 and self.hidden % self.heads:
+            found.append(("heads", f"must divide hidden = {self.hidden}, is {self.heads}"))
+        return found
+
+    @property
+    def parameters(self) -> int:
+        """Return Ψ without building the model: 12 · layers · hidden² and the lower-order terms.
+
+        >>> ModelConfig(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=50257).parameters
+        1557611200
+        """
+        block = 12 * self.hidden**2 + 13 * self.hidden
+        embeddings = (self.vocabulary * (1 if self.tied else 2) + self.sequence) * self.hidden
+        return self.layers * block + embeddings + 2 * self.hidden
+
+
+class Linear(nn.Linear):
+    """A linear layer with normal weights of a given standard deviation and zero bias."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float = INIT_STD) -> None:
+        self.std = std  # before nn.Linear's constructor, which initialises
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Initialise weight and bias."""
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding with GPT-2's standard deviation in place of nn.Embedding's 1, which would drown a tied head."""
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight."""
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = Linear(config.hidden, 3 * config.hidden)
+        self.out = Linear(config.hidden, config.hidden, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden], as the result
+        """Mix each position with those before it."""
+        batch, sequence, hidden = x.shape
+        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each [batch, heads, sequence, hidden / heads]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
+        return projected
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, four times as wide inside."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.hidden, 4 * config.hidden)
+        self.down = Linear(4 * config.hidden, config.hidden, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden], as the result
+        """Transform each position by itself."""
+        projected: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return projected
+
+
+class Block(nn.Module):
+    """One pre-LN transformer layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden], as the result
+        """Add attention, then MLP, to the residual stream."""
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, blocks, a final norm and a head.
+
+    >>> model = GPT(ModelConfig(layers=2, hidden=32, heads=2, sequence=16))
+    >>> model(torch.zeros(3, 16, dtype=torch.long)).shape
+    torch.Size([3, 16, 256])
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = Embedding(config.vocabulary, config.hidden)
+        self.positions = Embedding(config.sequence, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = None if config.tied else Linear(config.hidden, config.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: [batch, sequence] of integers.
+            targets: [batch, sequence], the token that followed each.
+
+        Returns:
+            The mean cross-entropy in nats where there are targets, otherwise the logits [batch, sequence, vocabulary].
+        """
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)
+        for block in self.blocks:
+            if self.config.checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        x = self.norm(x)
+        logits: Tensor = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # a 16-bit softmax loses the tail
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: Tensor, length: int, *, temperature: float = 0.8, seed: int = 0) -> Tensor:
+    """Continue a prompt token by token.
+
+    Args:
+        model: a model that is whole, on one device.
+        prompt: [sequence] of integers, at least one.
+        length: how many tokens to add.
+        temperature: below 1 prefers the likely ones.
+        seed: the same seed gives the same text.
+
+    Returns:
+        [sequence + length], the prompt first.
+    """
+    generator = torch.Generator(device=prompt.device).manual_seed(seed)
+    text = prompt
+    for _ in range(length):
+        logits = model(text[None, -model.config.sequence :])[0, -1, :].float()
+        following = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+        text = torch.cat([text, following])
+    return text
+
+
+def _residual_std(config: ModelConfig) -> float:
+    # Each block adds twice to the residual stream; scaled so that its variance does not grow with depth (GPT-2).
+    return INIT_STD / math.sqrt(2 * config.layers)
