@@ -1,0 +1,231 @@
+"""A training job as a TOML file: four tables, read into frozen dataclasses, with every error reported at once.
+
+    [model]   the GPT's shape             zeroshard.train.gpt.ModelConfig
+    [data]    what to train on            zeroshard.train.data.DataConfig
+    [train]   how long, how fast          TrainConfig, below
+    [shard]   options of zeroshard.shard  zeroshard.config.Config
+
+A key that is missing has the default written in its dataclass.
+"""
+
+import difflib
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Protocol, TypeVar
+
+from zeroshard import config as shard_config
+from zeroshard.train.data import DataConfig
+from zeroshard.train.gpt import ModelConfig
+
+DEFAULT_PRESET: Final = "stdlib-10m"
+DEVICES: Final = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long and how fast to train: the `[train]` table of a configuration."""
+
+    steps: int = 160
+    batch: int = 4
+    """Sequences per rank and step."""
+    lr: float = 1.5e-3
+    """The highest learning rate, reached after the warm-up and followed by a cosine to a tenth of it."""
+    warmup: float = 0.1
+    """The share of the steps over which the learning rate rises linearly."""
+    weight_decay: float = 0.1
+    seed: int = 0
+    """Decides the initial parameters, every batch and the sample."""
+    evaluate_every: int = 40
+    """Steps between evaluations on held-out files; there is also one before the first step and one after the last."""
+    evaluate_batches: int = 8
+    """Batches per rank in an evaluation."""
+    report_every: int = 10
+    """Steps between two lines of progress."""
+    sample: int = 200
+    """Bytes of text to sample from the saved weights; 0 for none."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto` for the GPUs where there are some."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return (key, what is wrong with it) for every value that makes no training run."""
+        found = [
+            (key, f"must be at least {least}, is {value}")
+            for key, least in {
+                "steps": 1,
+                "batch": 1,
+                "evaluate_every": 1,
+                "evaluate_batches": 1,
+                "report_every": 1,
+                "sample": 0,
+                "seed": 0,
+                "weight_decay": 0,
+            }.items()
+            if (value := getattr(self, key)) < least
+        ]
+        if not self.lr > 0:
+            found.append(("lr", f"must be above 0, is {self.lr}"))
+        if not 0 <= self.warmup < 1:
+            found.append(("warmup", f"is a share of the steps, from 0 to below 1; is {self.warmup}"))
+        if self.device not in DEVICES:
+            found.append(("device", f"must be one of {', '.join(DEVICES)}, is {self.device!r}"))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A validated configuration."""
+
+    name: str
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    shard: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    """Keyword options of `zeroshard.shard`, as the file gives them."""
+
+
+class JobError(ValueError):
+    """A configuration that cannot be used, with everything that is wrong with it."""
+
+    def __init__(self, source: str, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(f"{source} cannot be used:\n" + "\n".join(f"  {problem}" for problem in self.problems))
+
+
+def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})) -> Job:
+    """Read a configuration file or a preset.
+
+    Args:
+        source: a path to a TOML file, or the name of a preset.
+        overrides: values by key path, for example `{"train.lr": 1e-3}`, that replace those of the file.
+
+    Raises:
+        JobError: naming every unknown key, wrong type and impossible value at once.
+
+    >>> load_job("stdlib-10m", {"shard.stage": 2}).shard["stage"]
+    2
+    """
+    file = _find(source)
+    try:
+        tables: dict[str, object] = tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(source, [f"not TOML: {error}"]) from None
+    problems = _override(tables, overrides)
+    problems += _unknown(tables, [entry.name for entry in fields(Job) if entry.name != "name"], "")
+    shard = _mapping(tables, "shard", problems)
+    problems += shard_config.problems(shard, "shard")
+    job = Job(
+        name=file.stem,
+        model=_read_table(ModelConfig, tables, "model", problems),
+        data=_read_table(DataConfig, tables, "data", problems),
+        train=_read_table(TrainConfig, tables, "train", problems),
+        shard=MappingProxyType(shard),
+    )
+    if problems:
+        raise JobError(source, problems)
+    return job
+
+
+def presets() -> dict[str, Path]:
+    """Return the presets that come with the package, by name."""
+    folder = Path(__file__).parent.parent / "configs"
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """Read `key=value` from the command line, the value as TOML or, where it is none, as a plain string.
+
+    >>> parse_override("train.lr=1e-3"), parse_override("shard.precision=bf16")
+    (('train.lr', 0.001), ('shard.precision', 'bf16'))
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"{text!r} is not of the form table.key=value")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+class _Table(Protocol):
+    def problems(self) -> list[tuple[str, str]]: ...
+
+
+_T = TypeVar("_T", bound=_Table)
+
+
+def _read_table(kind: type[_T], tables: Mapping[str, object], path: str, problems: list[str]) -> _T:
+    """Make a dataclass of a table; what is wrong with it goes to `problems`, and a default takes its place."""
+    table = _mapping(tables, path, problems)
+    types = typing.get_type_hints(kind)
+    problems += _unknown(table, list(types), f"{path}.")
+    accepted = {}
+    for key, value in table.items():
+        if key in types:
+            try:
+                accepted[key] = _convert(value, types[key])
+            except TypeError as error:
+                problems.append(f"{path}.{key}: {error}")
+    made = kind(**accepted)
+    # A default that stands in for a rejected value must not be blamed.
+    problems += [f"{path}.{key}: {wrong}" for key, wrong in made.problems() if key in accepted or key not in table]
+    return made
+
+
+def _convert(value: object, kind: object) -> object:
+    """Return a TOML value as the type of a field, or raise TypeError."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind == tuple[str, ...]:
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise TypeError(f"must be a list of strings, is {value!r}")
+    assert isinstance(kind, type), "a configuration field is a bool, int, float, str or tuple[str, ...]"
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+        raise TypeError(f"must be {words[kind]}, is {value!r}")
+    return value
+
+
+def _override(tables: dict[str, object], overrides: Mapping[str, object]) -> list[str]:
+    problems = []
+    for path, value in overrides.items():
+        name, _, key = path.partition(".")
+        table = tables.setdefault(name, {}) if key else None
+        if isinstance(table, dict):
+            table[key] = value
+        else:
+            problems.append(f"{path}: an override names a table and a key, for example train.lr=1e-3")
+    return problems
+
+
+def _mapping(tables: Mapping[str, object], name: str, problems: list[str]) -> dict[str, object]:
+    table = tables.get(name, {})
+    if isinstance(table, dict):
+        return table
+    problems.append(f"{name}: must be a table, is {table!r}")
+    return {}
+
+
+def _unknown(table: Mapping[str, object], known: list[str], prefix: str) -> list[str]:
+    return [f"{prefix}{key}: unknown key{_nearest(key, known)}" for key in table if key not in known]
+
+
+def _find(source: str) -> Path:
+    path = Path(source)
+    if path.suffix == ".toml" or path.parent != Path():
+        if path.is_file():
+            return path
+        raise JobError(source, [f"no such file: {path}"])
+    known = presets()
+    if source in known:
+        return known[source]
+    raise JobError(source, [f"no such preset{_nearest(source, list(known))}; the presets are {', '.join(known)}"])
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
