@@ -1,0 +1,27 @@
+"""zeroshard: train models that do not fit, from an unchanged PyTorch model and an unchanged training loop."""
+
+from .api import full_state_dict, gathered, no_sync, shard, stats, synchronize
+from .comm import DisagreementError, StallError, Traffic
+from .config import Config, LossScale, Precision
+from .observe.ledger import Memory, Stats
+from .optimizer import ShardedOptimizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "DisagreementError",
+    "LossScale",
+    "Memory",
+    "Precision",
+    "ShardedOptimizer",
+    "StallError",
+    "Stats",
+    "Traffic",
+    "full_state_dict",
+    "gathered",
+    "no_sync",
+    "shard",
+    "stats",
+    "synchronize",
+]

@@ -1,0 +1,8 @@
+"""`python -m zeroshard`, the same command as `zeroshard`; torchrun starts ranks with it."""
+
+import sys
+
+from zeroshard.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The one entry point, ``shard()``, and the few functions that go with it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import guards, machine
+from .comm import DisagreementError, Fabric
+from .config import Config
+from .observe.ledger import Stats
+from .optimizer import ShardedOptimizer, check_covers, check_elementwise
+from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@overload
+def shard(model: Model, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Model, ShardedOptimizer]: ...
+@overload
+def shard(model: Model, optimizer: None = None, **options: Any) -> tuple[Model, None]: ...
+def shard(
+    model: Model, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> tuple[Model, ShardedOptimizer | None]:
+    """Divides a model's states among the ranks; returns the same model, and the optimizer to train it with.
+
+    Options are the fields of ``zeroshard.Config``. Call it on every rank, with the same model and options; without
+    torchrun it is a world of one.
+
+    >>> model = nn.Linear(4, 2)
+    >>> model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=2)
+    >>> loss = model(torch.ones(1, 4)).sum()
+    >>> loss.backward()
+    >>> optimizer.step()
+    """
+    config = Config.parse(options)
+    _check_model(model)
+    if optimizer is None:
+        _check_frozen(model)
+    else:
+        _check_optimizer(model, optimizer, config)
+    device = _choose_device(model, config)
+    _start_process_group(device)
+    if device.type == "cpu" and config.precision.parameters is torch.bfloat16:
+        message = machine.ensure_bf16_matmul()
+        if message is not None:
+            print(message)
+    fabric = Fabric(device, config.stall_timeout)
+    _check_same_everywhere(model, optimizer, config, fabric)
+    runtime = Runtime(model, optimizer, config, fabric)
+    guards.install(runtime)
+    if len(runtime.units) == 1 and fabric.world > 1 and fabric.rank == 0:
+        warnings.warn(
+            f"{type(model).__name__} has no repeated blocks, so it is one unit: nothing overlaps, and stage 3 gathers "
+            "all of it at once; name modules with units= if it has parts worth a unit",
+            stacklevel=2,
+        )
+    return model, runtime.optimizer
+
+
+@contextmanager
+def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
+    """Inside this block the given parameters (of a sharded model, or some of them) are whole and can be read.
+
+    With ``write=True`` rank 0's changes reach every rank and the master, and survive the next step; without it a
+    change raises when the block ends. Collective: enter it on all ranks.
+    """
+    if isinstance(what, nn.Parameter):
+        what = [what]
+    parameters = list(what.parameters()) if isinstance(what, nn.Module) else list(what)
+    with ExitStack() as stack:
+        for runtime, units in runtimes_of_parameters(parameters).items():
+            stack.enter_context(runtime.gathered(units, write))
+        yield
+
+
+def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tensor]:
+    """The model's whole state dict in CPU tensors, on every rank, or on ``rank`` alone (others get an empty dict).
+
+    Gathers one unit at a time. Collective: call it on all ranks.
+    """
+    runtime = runtime_of(model)
+    wanted = rank is None or rank == runtime.fabric.rank
+    values: dict[int, Tensor] = {}
+    for unit in runtime.units:
+        with runtime.gathered([unit], write=False):
+            if wanted:
+                for flat in unit.flats:
+                    values |= {id(p): p.detach().to("cpu", copy=True) for p in flat.parameters}
+    if not wanted:
+        return {}
+    with guards.names_only(runtime):
+        names = model.state_dict(keep_vars=True)
+    whole: dict[str, Tensor] = {}
+    for name, value in names.items():
+        if id(value) in values:
+            whole[name] = values[id(value)]
+        else:
+            whole[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return whole
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside this block keep their gradients on their rank; the next one outside reduces the sum.
+
+    Saves traffic when micro-batches accumulate, for the memory of whole gradients.
+    """
+    reducer = runtime_of(model).reducer
+    before, reducer.synchronous = reducer.synchronous, False
+    try:
+        yield
+    finally:
+        reducer.synchronous = before
+
+
+def synchronize(model: nn.Module) -> None:
+    """Waits until parameters that are whole at rest show their updated values."""
+    runtime_of(model).synchronize()
+
+
+def stats(model: nn.Module) -> Stats:
+    """Volume, memory by kind, gradient norm and skipped steps of a sharded model, on this rank."""
+    return runtime_of(model).stats()
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if any(is_sharded(module) for module in model.modules()):
+        raise ValueError(
+            "the model, or a part of it, is sharded already; call zeroshard.shard() once, on the whole model"
+        )
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to shard")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model's parameters are on several devices ({', '.join(sorted(map(str, devices)))}); put them on one, "
+            "or leave all on the CPU and let shard() move them"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(f"{name!r} has sparse gradients, which cannot be sharded; build it with sparse=False")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters can be sharded"
+            )
+
+
+def _check_frozen(model: nn.Module) -> None:
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if trained:
+        raise ValueError(
+            f"optimizer=None is for frozen models, but {trained[0]!r} requires a gradient; pass the optimizer, or freeze "
+            "the model with model.requires_grad_(False)"
+        )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ValueError("the optimizer is sharded already; build a new one for this model")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    check_elementwise(optimizer, config.elementwise)
+    check_covers(optimizer, model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient; leave the optimizer out")
+    if any(group.get("differentiable", False) for group in optimizer.param_groups):
+        raise ValueError("an optimizer with differentiable=True cannot be sharded; leave it out")
+
+
+def _choose_device(model: nn.Module, config: Config) -> torch.device:
+    device = config.device
+    if device is None:
+        device = next(model.parameters()).device
+        if device.type in ("cpu", "meta"):
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK={local}, but this machine has {torch.cuda.device_count()} GPUs; start fewer ranks a node, "
+                "or pass device="
+            )
+        device = torch.device("cuda", local)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _start_process_group(device: torch.device) -> None:
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def _check_same_everywhere(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
+) -> None:
+    """Ranks that shard different things would swap data silently later on; they are told apart here."""
+    groups = [] if optimizer is None else [len(group["params"]) for group in optimizer.param_groups]
+    facts = [repr(config), f"optimizer {type(optimizer).__name__} with groups of {groups}"]
+    for name, parameter in model.named_parameters():
+        trained = "trained" if parameter.requires_grad else "frozen"
+        facts.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {trained}")
+    everybody = fabric.gather_objects(facts)
+    for rank, theirs in enumerate(everybody):
+        for zeroth, other in zip(everybody[0], theirs, strict=False):
+            if zeroth != other:
+                raise DisagreementError(
+                    f"ranks were given different things to shard: rank 0 has {zeroth}, rank {rank} has {other}"
+                )
+        if len(theirs) != len(everybody[0]):
+            raise DisagreementError(
+                f"ranks were given different models: rank 0 has {len(everybody[0]) - 2} parameters, rank {rank} has "
+                f"{len(theirs) - 2}"
+            )

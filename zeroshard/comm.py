@@ -1,0 +1,396 @@
+"""Every collective, counted. Nothing else in the package talks to ``torch.distributed``.
+
+A *lane* is an ordered sequence of collectives: one process group and, on CUDA, one stream. There are two, because
+ranks may legitimately differ in when a gradient is ready and not in when a parameter is needed: **gathers** carries
+parameters and agreements, **reduces** carries gradients. Within a lane all ranks issue the same operations in the
+same order; a running hash of them is compared once a step (``Fabric.agree``).
+
+Three transports carry a lane: nothing (a world of one), point-to-point messages (Gloo on CPU, whose own all-gather and
+reduce-scatter allocate a whole extra buffer and take 2-3 times as long), or the backend's collectives.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import Any, ContextManager, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .observe.watchdog import Watchdog
+
+LOG_LENGTH = 4096
+"""How many operations a lane remembers, to name the first one on which ranks differ."""
+
+POLL_SECONDS = 0.0002
+
+
+class Collective(Enum):
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+class Traffic(NamedTuple):
+    """What one kind of collective moved: elements of the flats, whatever the number of ranks; all-reduce twice."""
+
+    elements: int = 0
+    bytes: int = 0
+    calls: int = 0
+
+
+class DisagreementError(RuntimeError):
+    """Ranks did different things. The message names the rank, the unit and the cause."""
+
+
+class StallError(RuntimeError):
+    """A collective did not complete. The message names the rank that is missing, and where it was last seen."""
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Makes what follows see the result: blocks the host on CPU, only the current stream on CUDA."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+@dataclass
+class _OnStream:
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+@dataclass
+class _Messages:
+    """Point-to-point messages, and what is to be done when they have arrived."""
+
+    lane: Lane
+    finish: Callable[[], None]
+    done: bool = False
+
+    def wait(self) -> None:
+        if not self.done:
+            self.done = True
+            with self.lane.blaming_stalls():
+                self.finish()
+
+
+@dataclass
+class Meter:
+    """Counts traffic by collective."""
+
+    counts: dict[Collective, Traffic] = field(default_factory=dict)
+
+    def add(self, kind: Collective, tensor: Tensor) -> None:
+        passes = 2 if kind is Collective.ALL_REDUCE else 1
+        old = self.counts.get(kind, Traffic())
+        numel = passes * tensor.numel()
+        self.counts[kind] = Traffic(old.elements + numel, old.bytes + numel * tensor.element_size(), old.calls + 1)
+
+    def take(self) -> dict[Collective, Traffic]:
+        counts, self.counts = self.counts, {}
+        return counts
+
+
+class Lane:
+    """An ordered sequence of collectives among the ranks of one group."""
+
+    def __init__(self, name: str, fabric: Fabric, group: dist.ProcessGroup | None) -> None:
+        self.name = name
+        self.fabric = fabric
+        self.group = group
+        self.stream = torch.cuda.Stream(fabric.device) if fabric.device.type == "cuda" else None
+        self.hash = 0
+        self.log: deque[str] = deque(maxlen=LOG_LENGTH)
+        self._by_message = fabric.backend == "gloo" and fabric.device.type == "cpu"
+
+    def all_gather(self, whole: Tensor, shard: Tensor, label: str) -> Pending:
+        """Puts every rank's shard into ``whole``; ``shard`` may be this rank's slice of it."""
+        self._note(Collective.ALL_GATHER, whole, label)
+        if self.group is None:
+            return _Done()
+        if self._by_message:
+            return self._exchange_shards(whole, shard, _tag("g", label))
+        return self._on_stream(lambda: _all_gather(whole, shard, self.group))
+
+    def reduce_scatter(self, whole: Tensor, shard: Tensor, label: str) -> Pending:
+        """Averages ``whole`` over the ranks; this rank's slice goes to ``shard``, which may be that slice of ``whole``."""
+        self._note(Collective.REDUCE_SCATTER, whole, label)
+        if self._by_message:
+            return self._exchange_and_average(whole, shard, _tag("r", label))
+
+        def run() -> None:
+            self._average_around(whole, shard, lambda op: _reduce_scatter(shard, whole, op, self.group))
+
+        return self._on_stream(run)
+
+    def all_reduce(self, whole: Tensor, label: str) -> Pending:
+        """Averages ``whole`` over the ranks, in place."""
+        self._note(Collective.ALL_REDUCE, whole, label)
+        if self._by_message:
+            # The same two exchanges as reduce-scatter and all-gather, so that every stage adds in the same order.
+            mine = whole.chunk(self.fabric.world)[self.fabric.rank]
+            reduced = self._exchange_and_average(whole, mine, _tag("r", label))
+
+            def finish() -> None:
+                reduced.wait()
+                self._exchange_shards(whole, mine, _tag("g", label)).wait()
+
+            return _Messages(self, finish)
+
+        def run() -> None:
+            self._average_around(whole, whole, lambda op: dist.all_reduce(whole, op, group=self.group))
+
+        return self._on_stream(run)
+
+    def allocation(self) -> ContextManager[Any]:
+        """Memory that this lane writes first is allocated on its stream, so that its reuse is ordered there."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    @contextmanager
+    def blaming_stalls(self) -> Iterator[None]:
+        """Turns a backend's time-out or lost connection into an error that names the rank and the unit."""
+        try:
+            yield
+        except (RuntimeError, dist.DistBackendError) as error:
+            if isinstance(error, StallError | DisagreementError):
+                raise
+            last = self.log[-1] if self.log else "the first collective"
+            raise StallError(f"{self.fabric.explain_stall(last)} (the backend said: {error})") from error
+
+    def _note(self, kind: Collective, whole: Tensor, label: str) -> None:
+        entry = f"{kind.value} {label}"
+        self.hash = zlib.crc32(entry.encode(), self.hash)
+        self.log.append(entry)
+        self.fabric.progress(f"{entry} ({self.name})")
+        if self.group is not None:
+            self.fabric.meter.add(kind, whole)
+
+    def _on_stream(self, run: Callable[[], None]) -> Pending:
+        if self.stream is None:
+            with self.blaming_stalls():
+                run()
+            return _Done()
+        # The lane starts after what the device was given so far: inputs are then written, and memory that a release
+        # gave back is no longer read. What comes after on the device runs beside it.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), self.blaming_stalls():
+            run()
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        return _OnStream(event)
+
+    def _average_around(
+        self, inputs: Tensor, outputs: Tensor, reduce: Callable[[dist.ReduceOp.RedOpType], Any]
+    ) -> None:
+        if self.fabric.backend == "nccl":
+            reduce(dist.ReduceOp.AVG)
+            return
+        # Dividing first keeps fp16 sums from overflowing; for the others once, afterwards, is a smaller pass.
+        first = inputs.dtype is torch.float16
+        if first:
+            inputs.div_(self.fabric.world)
+        reduce(dist.ReduceOp.SUM)
+        if not first:
+            outputs.div_(self.fabric.world)
+
+    def _exchange_shards(self, whole: Tensor, shard: Tensor, tag: int) -> Pending:
+        slices = whole.chunk(self.fabric.world)
+        own = slices[self.fabric.rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        with self.blaming_stalls():
+            works = [self._receive(slices[peer], peer, tag) for peer in self._peers()]
+            works += [self._send(own, peer, tag) for peer in self._peers()]
+        return _Messages(self, lambda: self._complete(works))
+
+    def _exchange_and_average(self, whole: Tensor, shard: Tensor, tag: int) -> Pending:
+        world, rank = self.fabric.world, self.fabric.rank
+        if whole.dtype is torch.float16:
+            whole.div_(world)
+        slices = whole.chunk(world)
+        peers = self._peers()
+        # One slice is in flight to this rank at a time: the extra memory is a shard, not a flat.
+        arrived = torch.empty_like(slices[rank])
+        with self.blaming_stalls():
+            sends = [self._send(slices[peer], peer, tag) for peer in peers]
+            first = self._receive(arrived, peers[0], tag)
+
+        def finish() -> None:
+            self._complete([first])
+            torch.add(slices[rank], arrived, out=shard)
+            for peer in peers[1:]:
+                self._complete([self._receive(arrived, peer, tag)])
+                shard.add_(arrived)
+            if whole.dtype is not torch.float16:
+                shard.div_(world)
+            self._complete(sends)
+
+        return _Messages(self, finish)
+
+    def _peers(self) -> list[int]:
+        """The other ranks, each rank starting with another one."""
+        return [(self.fabric.rank - step) % self.fabric.world for step in range(1, self.fabric.world)]
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        return _work(dist.isend(tensor, group=self.group, group_dst=peer, tag=tag))
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        return _work(dist.irecv(tensor, group=self.group, group_src=peer, tag=tag))
+
+    def _complete(self, works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait(self.fabric.patience)
+
+
+class Fabric:
+    """The ranks that share a model: who they are, the two lanes between them, and what they must agree on."""
+
+    def __init__(self, device: torch.device, stall_timeout: float, group: dist.ProcessGroup | None = None) -> None:
+        self.device = device
+        self.stall_timeout = stall_timeout
+        self.patience = timedelta(seconds=stall_timeout)
+        self.meter = Meter()
+        self.rank, self.world, self.backend = 0, 1, "none"
+        self._watchdog: Watchdog | None = None
+        members: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            members = group or dist.group.WORLD
+            assert members is not None
+            self.rank, self.world = dist.get_rank(members), dist.get_world_size(members)
+            self.backend = _backend_for(members, device)
+        self.group = second = None
+        if members is not None and self.world > 1:
+            self.group, second = self._new_group(members), self._new_group(members)
+            if self.backend != "fake":
+                self._watchdog = Watchdog.start(self.rank, self.world)
+        self.gathers = Lane("gathers", self, self.group)
+        self.reduces = Lane("reduces", self, second)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def _new_group(self, members: dist.ProcessGroup) -> dist.ProcessGroup:
+        # NCCL's own watchdog would abort the process without a word on who was missing, so its limit stays long.
+        limit = None if self.backend == "nccl" else self.patience
+        created = dist.new_group(dist.get_process_group_ranks(members), timeout=limit)
+        assert isinstance(created, dist.ProcessGroup)
+        return created
+
+    def progress(self, where: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.note(where)
+
+    def explain_stall(self, where: str) -> str:
+        if self._watchdog is None:
+            return f"rank {self.rank} could not complete {where}"
+        return self._watchdog.explain(where, self.stall_timeout)
+
+    def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Takes rank 0's values."""
+        if self.group is not None:
+            with self.gathers.blaming_stalls():
+                dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Every rank's small Python value, in rank order. Blocks."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        if self.backend == "fake":
+            return [value] * self.world
+        with self.gathers.blaming_stalls():
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def maximum(self, values: list[int]) -> list[int]:
+        """The element-wise maximum over all ranks, on the host. Blocks, but does not wait for the device's work."""
+        if self.group is None:
+            return values
+        self.progress("agreement on gradients")
+        host = torch.tensor(values, dtype=torch.int64)
+        if self._side is None:
+            with self.gathers.blaming_stalls():
+                work = _work(dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group, async_op=True))
+                work.wait(self.patience)
+            return [int(value) for value in host.tolist()]
+        with torch.cuda.stream(self._side):
+            on_device = host.pin_memory().to(self.device, non_blocking=True)
+            dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self.group)
+            agreed = torch.empty_like(host, pin_memory=True)
+            agreed.copy_(on_device, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._side)
+        self._wait_on_host(event)
+        return [int(value) for value in agreed.tolist()]
+
+    def gather_scalars(self, value: Tensor) -> Tensor:
+        """Every rank's scalar, in rank order, on the device: summed in that order they give all ranks the same bits."""
+        if self.group is None:
+            return value.reshape(1)
+        gathered = torch.empty(self.world, dtype=value.dtype, device=value.device)
+        self.progress("gradient norm")
+        with self.gathers.blaming_stalls():
+            _all_gather(gathered, value.reshape(1), self.group)
+        return gathered
+
+    def _wait_on_host(self, event: torch.cuda.Event) -> None:
+        deadline = time.monotonic() + self.stall_timeout
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise StallError(self.explain_stall("the agreement on gradients"))
+            time.sleep(POLL_SECONDS)
+
+
+def _backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend that serves tensors of this device: a group may have one for each, written "cpu:gloo,cuda:nccl"."""
+    config = str(dist.get_backend_config(group))
+    for part in config.split(","):
+        kind, _, backend = part.rpartition(":")
+        if kind in ("", device.type):
+            return backend
+    raise ValueError(
+        f"the process group serves {config}, not tensors on {device.type}; initialise it with a backend for that device"
+    )
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the group"
+    return work
+
+
+def _tag(kind: str, label: str) -> int:
+    """Messages of different units never match, so ranks out of order stall and are named rather than swap data."""
+    return zlib.crc32(f"{kind}:{label}".encode()) & 0x7FFFFFFF
+
+
+def _all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> None:
+    # torch 2.13 renamed both and warns on the old names; 2.11 has only those.
+    if hasattr(dist, "all_gather_single"):
+        dist.all_gather_single(whole, shard, group=group)
+    else:
+        dist.all_gather_into_tensor(whole, shard, group=group)
+
+
+def _reduce_scatter(shard: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    if hasattr(dist, "reduce_scatter_single"):
+        dist.reduce_scatter_single(shard, whole, op, group=group)
+    else:
+        dist.reduce_scatter_tensor(shard, whole, op, group=group)

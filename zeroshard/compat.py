@@ -1,0 +1,70 @@
+"""Every private name of torch that zeroshard uses, each with the reason. No other module may touch one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward pass: recomputation calls forward hooks there."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` when the backward pass that is running now has ended. DDP and FSDP use the same queue."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written in place, as autograd counts it."""
+    return int(tensor._version)
+
+
+def untraced(function: Function) -> Function:
+    """Keeps ``torch.compile`` from tracing a hook: it breaks the graph there instead."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+def default_store() -> Any:
+    """The key-value store behind the default process group, where ranks post how far they are."""
+    store = dist.distributed_c10d._get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tells schedulers built on this handle that it has stepped, for they warn on a handle that never does."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def adopt_step_hooks(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
+    """Lets step hooks that the user registered on the old handle fire on the new one."""
+    new._optimizer_step_pre_hooks.update(old._optimizer_step_pre_hooks)
+    new._optimizer_step_post_hooks.update(old._optimizer_step_post_hooks)
+
+
+def guard_conversion(module: nn.Module, allowed: Callable[[Callable[[Tensor], Tensor]], bool], message: str) -> None:
+    """Makes ``.to()``, ``.half()``, ``.cuda()`` and their kin raise on one module, unless they change nothing.
+
+    All of them go through ``_apply``; there is no public place to stand.
+    """
+    original: Callable[..., nn.Module] = module._apply
+
+    def checked(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if not allowed(function):
+            raise RuntimeError(message)
+        return original(function, recurse)
+
+    module._apply = checked  # type: ignore[method-assign]
+
+
+def prepare_for_writing(tensors: list[Tensor]) -> None:
+    """Counts a write on each tensor, so that a backward through its old value raises as in plain torch."""
+    if tensors:
+        torch.autograd.graph.increment_version(tensors)

@@ -1,0 +1,245 @@
+"""What a user may ask for: frozen, validated dataclasses, and the table of extents and places behind them.
+
+The table is the whole idea of ZeRO (DESIGN: "One idea"). The runtime consults it; nothing else depends on the stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+
+class Extent(Enum):
+    """How much of a model state a rank keeps at rest."""
+
+    WHOLE = "whole"
+    SHARD = "shard"
+
+
+class Place(Enum):
+    """Where a model state lives."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """One row of the table: what a model state is between two uses, and where."""
+
+    extent: Extent
+    place: Place = Place.DEVICE
+
+
+@dataclass(frozen=True)
+class StateTable:
+    """The configuration of ZeRO: three model states, two answers each."""
+
+    optimizer: AtRest
+    gradients: AtRest
+    parameters: AtRest
+
+
+def state_table(stage: int, world: int) -> StateTable:
+    """The row of extents that a stage stands for. A world of one has nothing to divide: every shard is the whole.
+
+    >>> state_table(2, world=4).gradients.extent
+    <Extent.SHARD: 'shard'>
+    """
+
+    def extent(from_stage: int) -> AtRest:
+        return AtRest(Extent.SHARD if stage >= from_stage and world > 1 else Extent.WHOLE)
+
+    return StateTable(optimizer=extent(1), gradients=extent(2), parameters=extent(3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scaling, for fp16 gradients that would otherwise vanish."""
+
+    initial: float = 2.0**16
+    """The first scale. Steps that overflow are skipped and lower it, so too high costs a few steps, never a run."""
+    growth_interval: int = 2000
+    """Good steps in a row after which the scale is raised."""
+    factor: float = 2.0
+    """By what the scale is raised and lowered."""
+    minimum: float = 1.0
+    """The scale is never lowered below this."""
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "factor", "minimum"):
+            _require_positive(f"loss_scale.{name}", getattr(self, name))
+        if self.factor <= 1:
+            raise ValueError(f"loss_scale.factor={self.factor} must be above 1")
+        if self.growth_interval < 1:
+            raise ValueError(f"loss_scale.growth_interval={self.growth_interval} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """In which dtypes a model computes, communicates and accumulates.
+
+    ``precision="bf16"`` stands for ``Precision(parameters=torch.bfloat16)``, likewise "fp16" and "fp32".
+    """
+
+    parameters: torch.dtype | None = None
+    """Parameters and gradients. 16-bit ones get fp32 masters. None leaves each parameter as it is, without master."""
+    reduce: torch.dtype | None = None
+    """Gradients while ranks add them up; by default that of the parameter."""
+    accumulate: torch.dtype = torch.float32
+    """Gradients while more than one micro-batch adds up."""
+    output: torch.dtype | None = None
+    """Floating-point outputs of the model are cast to this; by default fp32 with fp16 parameters, else untouched."""
+    cast_inputs: bool = True
+    """Cast floating-point inputs of the model to the parameters' dtype."""
+    loss_scale: LossScale | None = None
+    """Dynamic loss scaling; on by default with fp16 parameters, refused otherwise."""
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "reduce", "accumulate", "output"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"precision.{name}={dtype!r} must be a floating-point torch.dtype")
+        if self.parameters is torch.float16:
+            if self.loss_scale is None:
+                object.__setattr__(self, "loss_scale", LossScale())
+            if self.output is None:
+                object.__setattr__(self, "output", torch.float32)
+        elif self.loss_scale is not None:
+            raise ValueError(
+                f"precision.loss_scale has no effect with precision.parameters={self.parameters}: only fp16 gradients "
+                "vanish; leave it out"
+            )
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether an fp32 copy stands behind the parameters the model computes with."""
+        return self.parameters in (torch.float16, torch.bfloat16)
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, torch.dtype):
+            return cls(parameters=value)
+        if isinstance(value, str):
+            if value not in DTYPES:
+                raise ValueError(f"precision={value!r} is unknown{_nearest(value, DTYPES)}; known: {', '.join(DTYPES)}")
+            return cls(parameters=DTYPES[value])
+        raise ValueError(f"precision={value!r} must be one of {', '.join(DTYPES)}, or a zeroshard.Precision")
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every option of ``shard()``. A field either has an effect or is refused, with the remedy."""
+
+    stage: int = 3
+    """ZeRO stage: 0 divides nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    precision: Precision = field(default_factory=Precision)
+    """Dtypes: "fp32", "bf16", "fp16" or a ``Precision``. None keeps each parameter's own."""
+    clip_grad_norm: float | None = None
+    """Every ``step()`` scales the gradients down to this global norm. Reported in ``stats(model).grad_norm``."""
+    units: tuple[str | type[nn.Module], ...] | None = None
+    """Modules (names, wildcards allowed, or classes) that form units; by default the repeated blocks are found."""
+    max_unit_bytes: int = 1 << 30
+    """A unit above this is split at child modules, and no fused buffer is larger, unless one parameter is (C_B)."""
+    keep: tuple[str, ...] | None = None
+    """Stage 3: units held from forward to backward. By default the root unit and the last; ``()`` holds none."""
+    prefetch: int | None = None
+    """Stage 3: how many units are gathered ahead of need. By default 1."""
+    elementwise: bool = False
+    """You vouch that an optimizer zeroshard does not know updates each element by itself."""
+    device: torch.device | None = None
+    """Where the model trains. By default the parameters' device, or this rank's GPU for a model on CPU or meta."""
+    stall_timeout: float = 30.0
+    """Seconds after which a collective that some rank does not join raises, naming that rank."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={self.stage!r} must be 0, 1, 2 or 3")
+        if not isinstance(self.precision, Precision):
+            object.__setattr__(self, "precision", Precision.parse(self.precision))
+        if self.clip_grad_norm is not None:
+            _require_positive("clip_grad_norm", self.clip_grad_norm)
+        _require_positive("stall_timeout", self.stall_timeout)
+        if isinstance(self.max_unit_bytes, bool) or not isinstance(self.max_unit_bytes, int) or self.max_unit_bytes < 1:
+            raise ValueError(f"max_unit_bytes={self.max_unit_bytes!r} must be a positive number of bytes")
+        if self.units is not None:
+            object.__setattr__(self, "units", _sequence("units", self.units, (str, type)))
+        if self.keep is not None:
+            object.__setattr__(self, "keep", _sequence("keep", self.keep, (str,)))
+        if self.prefetch is not None and (
+            isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0
+        ):
+            raise ValueError(f"prefetch={self.prefetch!r} must be 0 or more units")
+        if not isinstance(self.elementwise, bool):
+            raise ValueError(f"elementwise={self.elementwise!r} must be True or False")
+        if self.device is not None:
+            object.__setattr__(self, "device", torch.device(self.device))
+        self._refuse_without_effect()
+
+    def _refuse_without_effect(self) -> None:
+        if self.stage < 3:
+            for name in ("keep", "prefetch"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} has no effect in stage {self.stage}, where parameters are "
+                        "whole at rest; leave it out or use stage=3"
+                    )
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """From keyword options, as ``shard()`` takes them."""
+        known = [entry.name for entry in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"shard() has no option {name!r}{_nearest(name, known)}; options: {', '.join(known)}")
+        return cls(**options)
+
+
+def problems(options: Mapping[str, object], path: str) -> list[str]:
+    """All that is wrong with the ``shard`` options of a configuration file, each with its key path; [] if none."""
+    known = [entry.name for entry in fields(Config)]
+    found = [f"{path}.{name}: unknown key{_nearest(name, known)}" for name in options if name not in known]
+    base: Any = Config()
+    for name, value in options.items():
+        if name in known:
+            try:
+                replace(base, **{name: value})
+            except (ValueError, TypeError, RuntimeError) as error:
+                found.append(f"{path}.{name}: {error}")
+    if not found:
+        try:
+            Config.parse(options)
+        except (ValueError, TypeError, RuntimeError) as error:
+            found.append(f"{path}: {error}")
+    return found
+
+
+def _nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name}={value!r} must be a positive number")
+
+
+def _sequence(name: str, value: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+    if isinstance(value, kinds):
+        value = (value,)
+    if not isinstance(value, Sequence) or not all(isinstance(entry, kinds) for entry in value):
+        raise ValueError(f"{name}={value!r} must be a list of {' or '.join(kind.__name__ for kind in kinds)}")
+    return tuple(value)

@@ -1,0 +1,248 @@
+"""The gradients of one flat in one step: what this rank computed, what all ranks reduced, what the optimizer takes.
+
+- **local**: a whole flat that receives this rank's gradients as autograd produces them.
+- **stash**: the averaged gradient of the range that this rank updates, where gradients live at rest. Where the table
+  says whole, it is a view of the whole local buffer, reduced in place; else it is a shard and local is freed at once.
+- **accumulator**: the stash in the accumulation dtype, which exists only while more than one micro-batch adds up.
+
+``parameter.grad`` is the truth about what the user wants: once it was shown, taking it away (``zero_grad``) discards
+the gradient. It shows the gradient itself where that is whole, averaged and unscaled, and a placeholder elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from . import compat
+from .comm import Fabric, Pending
+from .config import Extent, Precision, StateTable
+from .layout import FlatLayout, Range
+from .placeholder import Placeholders
+
+
+@dataclass
+class _Reduction:
+    """A reduce under way. ``local`` is held until it is over, because the collective reads it."""
+
+    pending: Pending | None
+    local: Tensor
+    out: Tensor
+
+
+class FlatGradient:
+    """Buffers and bookkeeping for the gradients of one flat."""
+
+    def __init__(
+        self,
+        label: str,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        *,
+        own: Range,
+        table: StateTable,
+        precision: Precision,
+        fabric: Fabric,
+        placeholders: Placeholders,
+    ) -> None:
+        self.label, self.layout, self.parameters, self.dtype = label, layout, parameters, dtype
+        self.own = own
+        self._table, self._fabric, self._placeholders = table, fabric, placeholders
+        self._reduce_dtype = precision.reduce or dtype
+        self._accumulate_dtype = precision.accumulate
+        self.visible = table.optimizer.extent is Extent.WHOLE and precision.loss_scale is None
+        count = len(parameters)
+        self._local: Tensor | None = None
+        self._written = [False] * count
+        self._inflight: list[_Reduction] = []
+        self._stash: Tensor | None = None
+        self._accumulator: Tensor | None = None
+        self._shown: list[tuple[Tensor, int] | None] = [None] * count
+        self.used = [False] * count
+        """Which parameters got a gradient since the last step: on this rank, and after the agreement on any."""
+        self.awaited = False
+        """Some rank holds gradients that the others have not seen, so all must reduce."""
+
+    @property
+    def complete(self) -> bool:
+        """Every parameter has its gradient of this backward."""
+        return all(self._written)
+
+    @property
+    def unreduced(self) -> bool:
+        """This rank holds gradients that the others have not seen."""
+        return self._local is not None or self.awaited
+
+    # -- during backward ------------------------------------------------------------------------------------------
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Takes one parameter's gradient from autograd. Additive: a parameter may come more than once."""
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"parameter {self.layout.slots[index].name!r} got a sparse gradient, which zeroshard cannot shard; "
+                "build the embedding with sparse=False"
+            )
+        if self._local is None:
+            self._local = self._new(self.layout.numel, self._reduce_dtype)
+        if self._written[index]:
+            if self._local.dtype is not self._accumulate_dtype:
+                self._local = self._local.to(self._accumulate_dtype)
+            self._slot(self._local, index).add_(gradient)
+        else:
+            self._slot(self._local, index).copy_(gradient)
+            self._written[index] = True
+        self.used[index] = True
+
+    def reduce(self) -> None:
+        """Starts averaging what this rank has over all ranks; a rank that has nothing contributes zeros."""
+        local, self._local, self.awaited = self._local, None, False
+        if local is None:
+            local = torch.zeros(self.layout.numel, dtype=self._reduce_dtype, device=self._fabric.device)
+        else:
+            self._zero_unwritten(local)
+        self._written = [False] * len(self._written)
+        if self._fabric.world == 1:
+            self._inflight.append(_Reduction(None, local, local))
+            return
+        local = local.to(self._reduce_dtype)
+        lane = self._fabric.reduces
+        if self._table.optimizer.extent is Extent.WHOLE:
+            out, pending = local, lane.all_reduce(local, self.label)
+        else:
+            if self._table.gradients.extent is Extent.WHOLE:
+                out = local[self.own.start : self.own.stop]
+            else:
+                out = self._new(self.own.numel, self._reduce_dtype)
+            pending = lane.reduce_scatter(local, out, self.label)
+        self._inflight.append(_Reduction(pending, local, out))
+
+    def settle(self) -> None:
+        """Waits for reduces under way and puts their result where gradients live."""
+        while self._inflight:
+            reduction = self._inflight.pop(0)
+            if reduction.pending is not None:
+                reduction.pending.wait()
+            with torch.profiler.record_function(f"zeroshard.stash {self.label}"):
+                self._put(reduction.out)
+
+    def _put(self, out: Tensor) -> None:
+        if self._accumulator is None and self._stash is None:
+            if out.dtype is self.dtype:
+                self._stash = out
+            elif self._fabric.world == 1 and out.dtype is self._accumulate_dtype:
+                self._accumulator = out  # micro-batches that a world of one added up before any reduce
+            else:
+                self._stash = out.to(self.dtype)
+            return
+        if self._accumulator is None:
+            assert self._stash is not None
+            self._accumulator, self._stash = self._stash.to(self._accumulate_dtype), None
+        self._accumulator.add_(out)
+
+    # -- between backward and step --------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Lets the user see, in ``parameter.grad``, that there is a gradient; and the gradient, where that is right."""
+        values = self._held
+        if not self.visible or self.unreduced or self._inflight or (values is not None and values.dtype != self.dtype):
+            values = None
+        for index, parameter in enumerate(self.parameters):
+            if self.used[index] and self._shown[index] is None:
+                if values is not None:
+                    shown = self._slot(values, index)
+                else:
+                    shown = self._placeholders.gradient(parameter.shape, self.dtype)
+                parameter.grad = shown
+                self._shown[index] = (shown, compat.version(shown))
+
+    def hide(self) -> None:
+        """Takes ``parameter.grad`` back before autograd adds to it, and reads off it what the user did."""
+        for index, entry in enumerate(self._shown):
+            if entry is None:
+                continue
+            shown, version = entry
+            parameter, self._shown[index] = self.parameters[index], None
+            gradient, parameter.grad = parameter.grad, None
+            held = self._held
+            real = self.visible and held is not None and shown.data_ptr() == self._slot(held, index).data_ptr()
+            if gradient is None or (not real and gradient is shown and compat.version(shown) != version):
+                self._discard(index)
+            elif gradient is not shown:
+                if not real:
+                    raise RuntimeError(
+                        f"the gradient of {self.layout.slots[index].name!r} was assigned by hand, but gradients are "
+                        "sharded or scaled here and it would be lost; change the loss instead, or use stage=0 without "
+                        "loss scaling"
+                    )
+                assert held is not None
+                self._slot(held, index).copy_(gradient)
+
+    def take(self, dtype: torch.dtype) -> Tensor | None:
+        """The averaged gradient of this rank's range for the optimizer; None if there is none."""
+        return None if self._held is None else self._held.to(dtype)
+
+    def norm_squared(self, shard: Range) -> Tensor | None:
+        """Sum of squares, in fp64, of this rank's shard of the gradient: the same slices in every stage."""
+        if self._held is None:
+            return None
+        part = self._held[shard.start - self.own.start : shard.stop - self.own.start]
+        norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
+        return norm.square()
+
+    def clear(self) -> None:
+        """Forgets everything: after the optimizer has taken it, or when a backward failed."""
+        for reduction in self._inflight:  # peers wait for our messages, so a reduce that was started is finished
+            if reduction.pending is not None:
+                reduction.pending.wait()
+        self._inflight.clear()
+        for index, entry in enumerate(self._shown):
+            if entry is not None and self.parameters[index].grad is entry[0]:
+                self.parameters[index].grad = None
+        count = len(self.parameters)
+        self._local = self._stash = self._accumulator = None
+        self.awaited = False
+        self._shown, self._written, self.used = [None] * count, [False] * count, [False] * count
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Live gradient buffers, and live accumulators, for the memory ledger."""
+        held = [self._local, self._stash, *(r.local for r in self._inflight), *(r.out for r in self._inflight)]
+        extra = [] if self._accumulator is None else [self._accumulator]
+        return [tensor for tensor in held if tensor is not None], extra
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _held(self) -> Tensor | None:
+        """The averaged gradient at rest."""
+        return self._accumulator if self._accumulator is not None else self._stash
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._fabric.device)
+
+    def _slot(self, whole: Tensor, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        return whole[slot.start : slot.stop].view(slot.shape)
+
+    def _zero_unwritten(self, local: Tensor) -> None:
+        for index, slot in enumerate(self.layout.slots):
+            if not self._written[index]:
+                local[slot.start : slot.stop].zero_()
+        for gap in self.layout.padding():
+            local[gap.start : gap.stop].zero_()
+
+    def _discard(self, index: int) -> None:
+        self.used[index] = False
+        if not any(self.used):
+            self._stash = self._accumulator = None
+            return
+        for piece in self.layout.pieces(self.own):
+            if piece.slot == index:
+                for held in (self._stash, self._accumulator):
+                    if held is not None:
+                        held[piece.offset : piece.offset + piece.numel].zero_()
+        if self._local is not None and self._written[index]:
+            self._slot(self._local, index).zero_()

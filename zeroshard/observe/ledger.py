@@ -1,0 +1,103 @@
+"""Where the bytes are: model states by kind, read off the live buffers, never kept as counters that could drift."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from torch import Tensor, nn
+
+from ..comm import Traffic
+from ..unit import Unit
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of this rank's model states, by kind."""
+
+    parameters: int = 0
+    """Parameters at rest: whole, or this rank's shards."""
+    gradients: int = 0
+    """Gradients in the parameters' precision, whole or shards, and those still on their way."""
+    accumulators: int = 0
+    """Gradients of several micro-batches in the accumulation dtype."""
+    optimizer_states: int = 0
+    """Masters and what the optimizer keeps (momentum, variance)."""
+    gathered: int = 0
+    """Whole parameters of units that are gathered at this moment, where parameters rest as shards."""
+    buffers: int = 0
+    """Buffers of the model."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, entry.name) for entry in fields(self))
+
+    @property
+    def model_states(self) -> int:
+        """What the papers' formulas count: parameters, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.optimizer_states
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What ``zeroshard.stats(model)`` tells."""
+
+    volume: Mapping[str, Traffic]
+    """By collective, what the last completed step moved. A step runs from one ``optimizer.step()`` to the next."""
+    parameters: int
+    """Ψ: the elements of all parameters."""
+    padded_parameters: int
+    """Ψ as it is communicated: the elements of all flats, padding included."""
+    kept_parameters: int
+    """Ψ_kept: flat elements of units that are held from forward to backward (stage 3)."""
+    memory: Memory
+    """This rank's memory now."""
+    memory_at_step: Memory | None
+    """This rank's memory between backward and update of the last step, as the papers count it."""
+    grad_norm: float | None
+    """Global gradient norm before clipping, of the last step; None if nothing asked for it. Reading it waits."""
+    steps: int
+    skipped_steps: int
+    """Steps left out because fp16 gradients overflowed."""
+    loss_scale: float | None
+
+    @property
+    def volume_elements(self) -> int:
+        """Elements communicated in the last step; an all-reduce counts twice."""
+        return sum(traffic.elements for traffic in self.volume.values())
+
+
+def measure(model: nn.Module, units: Iterable[Unit], optimizer_tensors: Iterable[Tensor]) -> Memory:
+    """This rank's memory at this moment."""
+    flats = [flat for unit in units for flat in unit.flats]
+    gradients: list[Tensor] = []
+    accumulators: list[Tensor] = []
+    for flat in flats:
+        if flat.gradient is not None:
+            held, extra = flat.gradient.tensors()
+            gradients += held
+            accumulators += extra
+    masters = [flat.master for flat in flats if flat.separate_master]
+    return Memory(
+        parameters=_bytes(flat.shard for flat in flats),
+        gradients=_bytes(gradients),
+        accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators),
+        optimizer_states=_bytes([*masters, *optimizer_tensors]),
+        gathered=_bytes(flat.whole for flat in flats if flat.sharded),
+        buffers=_bytes(model.buffers()),
+    )
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind tensors, each counted once."""
+    return sum(_storages(tensors).values())
+
+
+def _bytes_of_both(some: Iterable[Tensor], others: Iterable[Tensor]) -> int:
+    mine = _storages(some)
+    return sum(size for pointer, size in _storages(others).items() if pointer in mine)

@@ -1,0 +1,354 @@
+"""The sharded torch optimizer: the user's own optimizer, run on the pieces of parameters that this rank keeps.
+
+A step has four phases: agree on the averaged gradients; find norm and scale; update unit by unit, in the order in
+which the next forward needs them; publish each unit as it is done.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from . import compat
+from .comm import Fabric
+from .config import Config
+from .precision import LossScaler, clip_factor, global_norm
+from .reducer import Reducer, gradient_of
+from .schedule import Schedule
+from .unit import Flat, MasterPiece
+
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers of torch that update an element from its own value, gradient and state alone."""
+
+MASTER = "master"
+"""Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, vouched: bool) -> None:
+    kind = type(optimizer)
+    if kind in ELEMENTWISE:
+        return
+    if kind.__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"{kind.__name__} looks at more than one element at a time (a whole matrix, or the whole model), so it "
+            f"cannot update shards; use one of {', '.join(sorted(known.__name__ for known in ELEMENTWISE))}"
+        )
+    if not vouched:
+        raise ValueError(
+            f"zeroshard does not know whether {kind.__name__} updates each element by itself, which sharding needs; "
+            "if it does, say so with elementwise=True"
+        )
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Takes the place of the optimizer given to ``shard()``: same groups, same settings, same loop."""
+
+    def __init__(
+        self,
+        original: torch.optim.Optimizer,
+        flats: list[Flat],
+        *,
+        config: Config,
+        fabric: Fabric,
+        reducer: Reducer,
+        schedule: Schedule,
+        scaler: LossScaler | None,
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+    ) -> None:
+        self._fabric, self._reducer, self._schedule, self._scaler = fabric, reducer, schedule, scaler
+        self._max_norm = config.clip_grad_norm
+        self._flats = flats
+        self._before_step, self._after_step = before_step, after_step
+        self._factor: Tensor | None = None
+        self._norm_now: Tensor | None = None
+        self.grad_norm: Tensor | None = None
+        """Global gradient norm before clipping, of the last step that computed it; on the device."""
+        self.steps = 0
+        self.skipped_steps = 0
+        """Steps left out because fp16 gradients overflowed."""
+        self._complete = False
+        super().__init__(original.param_groups, original.defaults)
+        # The list and the dicts in it are the original's, so schedulers built on either handle steer this one.
+        self.param_groups = original.param_groups
+        compat.adopt_step_hooks(self, original)
+        self._original = original
+        self._groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        self._inner = self._on_pieces(original)
+        self.state = self._inner.state
+        self._shard_state(original)
+        self._complete = True
+        original.register_step_pre_hook(_refuse_old_handle)
+
+    # -- the user's side ------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates this rank's pieces and publishes them. The gradients are consumed."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._agree()
+        self._before_step()
+        self.steps += 1
+        if self._max_norm is not None:
+            self._clip(self._max_norm)
+        if self._scaler is not None and self._overflowed(self._scaler):
+            self.skipped_steps += 1
+        else:
+            for unit in self._schedule.forward_order:
+                for flat in unit.trainable_flats:
+                    self._update(flat)
+        self._factor = self._norm_now = None
+        self._reducer.clear()
+        self._schedule.forget_calls()
+        compat.mark_stepped(self._original)
+        self._after_step()
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients of the coming ``step()`` to a global norm of at most ``max_norm``.
+
+        Call it on all ranks between backward and ``step()``; returns the norm before clipping.
+        """
+        self._agree()
+        norm = self._clip(max_norm)
+        self._reducer.show()
+        return norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._complete:
+            raise RuntimeError(
+                "parameters cannot be added to a sharded optimizer; add the group before zeroshard.shard()"
+            )
+        super().add_param_group(param_group)
+
+    # -- update ---------------------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        with torch.profiler.record_function("zeroshard.agree"):
+            if self._reducer.agree():
+                self._norm_now = None
+
+    def _clip(self, max_norm: float) -> Tensor:
+        norm = self._norm()
+        if self._factor is not None:
+            norm = norm * self._factor
+        factor = clip_factor(norm, max_norm)
+        self._factor = factor if self._factor is None else self._factor * factor
+        return norm
+
+    def _norm(self) -> Tensor:
+        if self._norm_now is None:
+            with torch.profiler.record_function("zeroshard.norm"):
+                norm = global_norm(self._reducer.flats, self._fabric)
+                self._norm_now = norm if self._scaler is None else norm / self._scaler.scale
+                self.grad_norm = self._norm_now
+        return self._norm_now
+
+    def _overflowed(self, scaler: LossScaler) -> bool:
+        overflowed = not math.isfinite(float(self._norm()))
+        if not overflowed:
+            unscale = torch.tensor(1.0 / scaler.scale, dtype=torch.float32, device=self._fabric.device)
+            self._factor = unscale if self._factor is None else self._factor * unscale
+        scaler.update(overflowed)
+        return overflowed
+
+    def _update(self, flat: Flat) -> None:
+        buffers = gradient_of(flat)
+        if flat.separate_master:
+            flat.check_unwritten()
+        gradient = buffers.take(flat.master_dtype)
+        if gradient is None or not any(buffers.used):
+            return
+        with torch.profiler.record_function(f"zeroshard.update {flat.label}"):
+            if self._factor is not None:
+                # An accumulator or an fp32 stash is ours alone by now: scaled where it is.
+                gradient.mul_(self._factor)
+            pieces: list[list[Tensor]] = [[] for _ in self.param_groups]
+            for piece in flat.pieces:
+                if buffers.used[piece.slot]:
+                    piece.tensor.grad = gradient[piece.offset :][: piece.tensor.numel()]
+                    pieces[self._group_of(flat, piece)].append(piece.tensor)
+            self._inner.param_groups = [
+                {**group, "params": members} for group, members in zip(self.param_groups, pieces, strict=True)
+            ]
+            self._inner.step()
+            for piece in flat.pieces:
+                piece.tensor.grad = None
+        flat.publish()
+
+    def _group_of(self, flat: Flat, piece: MasterPiece) -> int:
+        return self._groups[id(flat.parameters[piece.slot])]
+
+    def _on_pieces(self, original: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """A second optimizer of the user's class that works on pieces. Attributes of other classes come along."""
+        inner = copy.copy(original)
+        for name, value in vars(original).items():
+            if name != "step":  # a scheduler's wrapper around the old handle
+                inner.__dict__.setdefault(name, value)
+        inner.param_groups, inner.state = [], defaultdict(dict)
+        return inner
+
+    def _shard_state(self, original: torch.optim.Optimizer) -> None:
+        """Cuts state that the optimizer already has into pieces."""
+        for flat in self._flats:
+            for piece in flat.pieces:
+                parameter = flat.parameters[piece.slot]
+                if parameter in original.state:
+                    self._load_piece(flat, piece, original.state[parameter])
+        original.state.clear()
+
+    def _load_piece(self, flat: Flat, piece: MasterPiece, state: dict[str, Any]) -> None:
+        shape = flat.layout.slots[piece.slot].shape
+        loaded = {}
+        for name, value in state.items():
+            if name == MASTER:
+                if flat.separate_master:
+                    piece.tensor.copy_(value.reshape(-1)[piece.start :][: piece.tensor.numel()])
+            elif isinstance(value, Tensor) and value.shape == shape and value.dim() > 0:
+                part = value.reshape(-1)[piece.start :][: piece.tensor.numel()]
+                loaded[name] = part.to(device=piece.tensor.device, dtype=piece.tensor.dtype, copy=True)
+            else:
+                loaded[name] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        self.state[piece.tensor] = loaded
+
+    # -- state dict -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in torch's format, on the CPU of every rank. Collective: call it on all ranks."""
+        numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        packed: dict[int, dict[str, Any]] = {}
+        for flat in self._flats:
+            for index, state in self._whole_states(flat).items():
+                packed[numbers[id(flat.parameters[index])]] = state
+        start, groups = 0, []
+        for group in self.param_groups:
+            members = range(start, start + len(group["params"]))
+            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": list(members)})
+            start = members.stop
+        return {"state": packed, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a whole state, as ``state_dict()`` or the unsharded optimizer gave it."""
+        groups = state_dict["param_groups"]
+        ours = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != ours:
+            raise ValueError(
+                f"the state dict has groups of {[len(group['params']) for group in groups]} parameters, the optimizer "
+                f"{ours}; build it with the same groups"
+            )
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({key: copy.deepcopy(value) for key, value in theirs.items() if key != "params"})
+        order = [key for group in groups for key in group["params"]]
+        members = [p for group in self.param_groups for p in group["params"]]
+        states = {id(p): state_dict["state"].get(key) for key, p in zip(order, members, strict=True)}
+        self.state.clear()
+        with torch.no_grad():
+            for flat in self._flats:
+                loaded = False
+                for piece in flat.pieces:
+                    state = states[id(flat.parameters[piece.slot])]
+                    if state is not None:
+                        self._load_piece(flat, piece, state)
+                        loaded = loaded or MASTER in state
+                if self._agree_any(loaded) and flat.separate_master:
+                    flat.publish()
+
+    def _agree_any(self, flag: bool) -> bool:
+        return bool(self._fabric.maximum([int(flag)])[0])
+
+    def _whole_states(self, flat: Flat) -> dict[int, dict[str, Any]]:
+        """Per parameter of a flat, its state put together from all ranks."""
+        mine: dict[int, dict[str, Any]] = {}
+        split: set[str] = set()
+        for piece in flat.pieces:
+            state = dict(self.state.get(piece.tensor, {}))
+            if state and flat.separate_master:
+                state[MASTER] = piece.tensor
+            mine[piece.slot] = {}
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == piece.tensor.shape and value.dim() > 0:
+                    split.add(name)
+                else:
+                    mine[piece.slot][name] = value.cpu() if isinstance(value, Tensor) else value
+        everybody = self._fabric.gather_objects((mine, sorted(split)))
+        whole: dict[int, dict[str, Any]] = {}
+        for states, _ in everybody:
+            for index, state in states.items():
+                whole.setdefault(index, {}).update(state)
+        for name in sorted({name for _, names in everybody for name in names}):
+            flat_value = self._gather_named(flat, name)
+            for index, slot in enumerate(flat.layout.slots):
+                if whole.get(index):
+                    whole[index][name] = flat_value[slot.start : slot.stop].view(slot.shape).clone()
+        return {index: state for index, state in whole.items() if state}
+
+    def _gather_named(self, flat: Flat, name: str) -> Tensor:
+        own = torch.zeros_like(flat.master)
+        for piece in flat.pieces:
+            value = piece.tensor if name == MASTER else self.state.get(piece.tensor, {}).get(name)
+            if value is not None:
+                own[piece.offset :][: piece.tensor.numel()].copy_(value)
+        if own.numel() == flat.layout.numel:
+            return own.cpu()
+        whole = torch.empty(flat.layout.numel, dtype=own.dtype, device=own.device)
+        self._fabric.gathers.all_gather(whole, own, f"{flat.label}.{name}").wait()
+        return whole.cpu()
+
+
+def check_covers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """The optimizer must be over this model's parameters: all trainable ones, and no others."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    foreign = sum(key not in names for key in covered)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's {len(covered)} parameters are not the model's; build the optimizer from "
+            "model.parameters() of the model you shard (and after moving it, if you move it)"
+        )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+    if missing:
+        raise ValueError(
+            f"{_some(missing)} requires a gradient but is in no group of the optimizer; add it to the optimizer or "
+            "freeze it with requires_grad_(False)"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return repr(names[0]) if len(names) == 1 else f"{names[0]!r} (and {len(names) - 1} more)"
+
+
+def _refuse_old_handle(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    raise RuntimeError(
+        "this optimizer was given to zeroshard.shard() and no longer trains anything; call step() on the optimizer that "
+        "shard() returned"
+    )

@@ -1,0 +1,97 @@
+"""Dtypes at the border of the model, loss scaling, and the global gradient norm."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Fabric
+from .config import LossScale
+from .reducer import gradient_of
+from .unit import Flat
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Every tensor inside tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from tensors_in(entry)
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from tensors_in(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, entry.name))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure with every tensor replaced. Objects of other kinds are passed through untouched."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(function, entry) for key, entry in value.items()}
+        if type(value) is dict:
+            return changed
+        mapping: Any = copy.copy(value)
+        mapping.update(changed)
+        return mapping
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, entry) for entry in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(function, entry) for entry in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        record = copy.copy(value)
+        for entry in dataclasses.fields(value):
+            object.__setattr__(record, entry.name, map_tensors(function, getattr(value, entry.name)))
+        return record
+    return value
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """The same structure with floating-point tensors in ``dtype``."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+class LossScaler:
+    """The dynamic loss scale: lowered by a step that overflows, raised after many that do not."""
+
+    def __init__(self, config: LossScale) -> None:
+        self._config = config
+        self.scale = config.initial
+        self._good_steps = 0
+
+    def update(self, overflowed: bool) -> None:
+        if overflowed:
+            self.scale = max(self.scale / self._config.factor, self._config.minimum)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._config.growth_interval:
+            self._good_steps = 0
+            # A scale beyond fp32 would itself be infinite.
+            self.scale = min(self.scale * self._config.factor, math.ldexp(1.0, 126))
+
+
+def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
+    """The 2-norm of the whole model's averaged gradients, an fp64 scalar on the device.
+
+    Each rank sums the squares of its own shards, the partial sums are added in rank order: all stages and all ranks
+    get the same bits.
+    """
+    parts = [gradient_of(flat).norm_squared(flat.shard_range) for flat in flats]
+    held = [part for part in parts if part is not None]
+    mine = torch.stack(held).sum() if held else torch.zeros((), dtype=torch.float64, device=fabric.device)
+    return fabric.gather_scalars(mine).sum().sqrt()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients are multiplied by, as ``torch.nn.utils.clip_grads_with_norm_`` has it. Stays on the device."""
+    return torch.clamp(max_norm / (norm.to(torch.float32) + 1e-6), max=1.0)

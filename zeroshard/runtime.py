@@ -1,0 +1,173 @@
+"""Everything that belongs to one sharded model, and the way from a model or a parameter back to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Fabric, Traffic
+from .config import Config, state_table
+from .layout import find_units
+from .materialise import adopt_values
+from .observe.ledger import Memory, Stats, measure
+from .optimizer import ShardedOptimizer
+from .placeholder import Placeholders
+from .precision import LossScaler
+from .reducer import Reducer
+from .schedule import Schedule
+from .unit import Unit
+
+_ATTRIBUTE = "_zeroshard_runtime"
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+class Runtime:
+    """One sharded model: its units, its lanes to the other ranks, its schedule and its optimizer."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
+    ) -> None:
+        self.model, self.config, self.fabric = model, config, fabric
+        self.table = state_table(config.stage, fabric.world)
+        self.placeholders = Placeholders(fabric.device)
+        precision = config.precision
+        itemsize = precision.parameters.itemsize if precision.parameters is not None else None
+        specs = find_units(model, chosen=config.units, max_unit_bytes=config.max_unit_bytes, itemsize=itemsize)
+        self.units = [
+            Unit(
+                spec,
+                table=self.table,
+                precision=precision,
+                max_bytes=config.max_unit_bytes,
+                fabric=fabric,
+                placeholders=self.placeholders,
+            )
+            for spec in specs
+        ]
+        self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
+        self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
+        self._volume: dict[str, Traffic] = {}
+        self._memory_at_step: Memory | None = None
+        self.optimizer: ShardedOptimizer | None = None
+        self.names_only = False
+        """See ``guards.names_only``."""
+
+        adopt_values(model, self.units, fabric)
+        sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
+        self.reducer = Reducer(self.units, fabric, by_position=sharded_parameters)
+        self.schedule = Schedule(
+            model, self.units, table=self.table, config=config, reducer=self.reducer, scaler=self.scaler
+        )
+        if optimizer is not None:
+            self.optimizer = ShardedOptimizer(
+                optimizer,
+                self.reducer.flats,
+                config=config,
+                fabric=fabric,
+                reducer=self.reducer,
+                schedule=self.schedule,
+                scaler=self.scaler,
+                before_step=self._before_step,
+                after_step=self._after_step,
+            )
+        object.__setattr__(model, _ATTRIBUTE, self)
+        _runtimes.add(self)
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Waits for updates that are being published, so that parameters that are whole at rest can be read."""
+        for unit in self.units:
+            if not any(flat.sharded for flat in unit.flats):
+                unit.wait()
+
+    @contextmanager
+    def gathered(self, units: Iterable[Unit], write: bool) -> Iterator[None]:
+        """Holds units present. With ``write``, rank 0's values count when the block ends."""
+        units = list(units)
+        held: list[Unit] = []
+        try:
+            for unit in units:
+                unit.gather()
+                unit.holds += 1
+                held.append(unit)
+            for unit in units:
+                unit.wait()
+            yield
+            if write:
+                with torch.no_grad():
+                    for unit in units:
+                        for flat in unit.flats:
+                            flat.rewrite()
+        finally:
+            for unit in held:
+                unit.holds -= 1
+                unit.release()
+
+    # -- statistics -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        optimizer = self.optimizer
+        norm = optimizer.grad_norm if optimizer is not None else None
+        flats = [flat for unit in self.units for flat in unit.flats]
+        kept = [unit for unit in self.units if self.schedule.kept(unit) and any(f.sharded for f in unit.flats)]
+        return Stats(
+            volume=dict(self._volume),
+            parameters=sum(flat.layout.parameters for flat in flats),
+            padded_parameters=sum(flat.layout.numel for flat in flats),
+            kept_parameters=sum(unit.numel for unit in kept),
+            memory=self._measure(),
+            memory_at_step=self._memory_at_step,
+            grad_norm=None if norm is None else float(norm),
+            steps=0 if optimizer is None else optimizer.steps,
+            skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
+            loss_scale=None if self.scaler is None else self.scaler.scale,
+        )
+
+    def _measure(self) -> Memory:
+        return measure(self.model, self.units, self._optimizer_tensors())
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        if self.optimizer is None:
+            return []
+        states: Iterable[dict[str, Any]] = self.optimizer.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+
+    def _before_step(self) -> None:
+        self._memory_at_step = self._measure()
+
+    def _after_step(self) -> None:
+        self._volume = {kind.value: traffic for kind, traffic in self.fabric.meter.take().items()}
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    if not isinstance(found, Runtime):
+        raise ValueError(f"this {type(model).__name__} is not sharded; pass the model that zeroshard.shard() returned")
+    return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model.__dict__.get(_ATTRIBUTE), Runtime)
+
+
+def runtimes_of_parameters(parameters: Iterable[nn.Parameter]) -> dict[Runtime, list[Unit]]:
+    """The units that hold the given parameters, by runtime, each once and in order."""
+    found: dict[Runtime, list[Unit]] = {}
+    for parameter in parameters:
+        for runtime in _runtimes:
+            unit = runtime.unit_of.get(id(parameter))
+            if unit is not None:
+                units = found.setdefault(runtime, [])
+                if unit not in units:
+                    units.append(unit)
+                break
+        else:
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model")
+    return found

@@ -1,0 +1,261 @@
+"""Hooks: when units gather, reduce and release, seen from the model's own forward and backward.
+
+A unit is gathered when its module is called, released after; gathered again when the gradient of its output arrives
+(a tensor hook on the output) and released when the backward of another unit begins. Nothing depends on hooks coming
+in pairs: recomputation stops early and skips them, a module may be called twice, and an exception ends a pass anywhere.
+
+Which unit comes next is taken from the order of the last step; where that is wrong it costs a wait, never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import compat
+from .config import Config, Extent, StateTable
+from .precision import LossScaler, cast_floating, tensors_in
+from .reducer import Reducer, gradient_of
+from .unit import Flat, Presence, Unit
+
+
+class _Order:
+    """The order in which units were needed, recorded in one pass to be foreseen in the next."""
+
+    def __init__(self) -> None:
+        self.last: list[Unit] = []
+        self._now: list[Unit] = []
+        self._cursor = 0
+
+    def begin(self) -> None:
+        self._now, self._cursor = [], 0
+
+    def enter(self, unit: Unit, ahead: int) -> list[Unit]:
+        """Notes that ``unit`` is needed now; returns the units that came next the last time."""
+        if self._now and self._now[-1] is unit:
+            return []
+        self._now.append(unit)
+        try:
+            self._cursor = self.last.index(unit, self._cursor) + 1
+        except ValueError:
+            return []
+        return self.last[self._cursor : self._cursor + ahead]
+
+    def end(self) -> None:
+        if self._now:
+            self.last = self._now
+        self._now = []
+
+
+class Schedule:
+    """Drives the units of one model from its hooks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        *,
+        table: StateTable,
+        config: Config,
+        reducer: Reducer,
+        scaler: LossScaler | None,
+    ) -> None:
+        self._root, self._units = units[0], units
+        self._sharded = table.parameters.extent is Extent.SHARD
+        self._config, self._reducer, self._scaler = config, reducer, scaler
+        self._ahead = config.prefetch if config.prefetch is not None else 1
+        self._training, self._evaluation, self._backward = _Order(), _Order(), _Order()
+        self._forward = self._evaluation
+        self._in_backward: list[Unit] = []
+        self._backward_running = False
+        self._called: set[Unit] = set()
+        self._register(model)
+
+    def kept(self, unit: Unit) -> bool:
+        """Whether a unit is held from forward to backward."""
+        if self._config.keep is not None:
+            return unit.name in self._config.keep or unit.title in self._config.keep
+        return unit is self._root or (bool(self._training.last) and unit is self._training.last[-1])
+
+    @property
+    def forward_order(self) -> list[Unit]:
+        """Units in the order in which the next forward will need them; those it has not met come last."""
+        return list(dict.fromkeys([self._root, *self._training.last, *self._units]))
+
+    def forget_calls(self) -> None:
+        """After a step: which units were called is asked anew."""
+        self._called.clear()
+
+    # -- registration ---------------------------------------------------------------------------------------------
+
+    def _register(self, model: nn.Module) -> None:
+        def forward_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+            module.register_forward_pre_hook(compat.untraced(before), prepend=True, with_kwargs=True)
+            module.register_forward_hook(compat.untraced(after))
+
+        for unit in self._units[1:]:
+            forward_hooks(unit.module, partial(self._before_unit, unit), partial(self._after_unit, unit))
+        forward_hooks(model, self._before_model, self._after_model)
+        for module in self._owners_of_root(model):
+            module.register_forward_pre_hook(compat.untraced(self._before_owner))
+        for unit in self._units:
+            for flat in unit.trainable_flats:
+                for index, parameter in enumerate(flat.parameters):
+                    hook = partial(self._on_gradient, unit, flat, index)
+                    parameter.register_post_accumulate_grad_hook(compat.untraced(hook))
+
+    def _owners_of_root(self, model: nn.Module) -> list[nn.Module]:
+        """Modules that may be called without the model's ``forward`` (a method such as ``encode``) and need the root."""
+        if not self._sharded:
+            return []
+        members = {id(parameter) for flat in self._root.flats for parameter in flat.parameters}
+        return [
+            module
+            for module in model.modules()
+            if module is not model and any(id(p) in members for p in module.parameters(recurse=False))
+        ]
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not compat.in_backward():
+            self._begin_forward()
+        self._make_present(self._root, [])
+        dtype = self._config.precision.parameters
+        if dtype is not None and self._config.precision.cast_inputs:
+            return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        return None
+
+    def _begin_forward(self) -> None:
+        if self._backward_running:  # a backward that raised: its gradients are worth nothing
+            self._backward_running = False
+            self._in_backward.clear()
+            self._reducer.clear()
+            for unit in self._units:
+                unit.release()
+        for gradient in self._reducer.gradients:
+            gradient.hide()
+            gradient.show()
+        # Asked once, at the model: a block under reentrant checkpointing runs its first forward without gradients.
+        self._forward = self._training if torch.is_grad_enabled() else self._evaluation
+        self._forward.begin()
+
+    def _before_owner(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._make_present(self._root, [])
+
+    def _before_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if compat.in_backward():
+            self._enter_backward(unit)
+        else:
+            self._make_present(unit, self._forward.enter(unit, self._ahead))
+
+    def _after_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._hook_outputs(output, partial(self._before_backward, unit))
+        if self._sharded and not compat.in_backward() and not self._held_for_backward(unit):
+            unit.release()
+
+    def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not compat.in_backward():
+            self._forward.end()
+            if self._forward is self._training:
+                self._reducer.set_order([self._root, *self._training.last])
+            for unit in self._units:  # also those that were foreseen and not called
+                if not self._held_for_backward(unit):
+                    unit.release()
+        if self._config.precision.output is not None:
+            output = cast_floating(output, self._config.precision.output)
+        if torch.is_grad_enabled():
+            self._hook_outputs(output, self._before_model_backward)
+        return output
+
+    def _held_for_backward(self, unit: Unit) -> bool:
+        return self._forward is self._training and self.kept(unit)
+
+    def _make_present(self, unit: Unit, next_units: list[Unit]) -> None:
+        self._called.add(unit)
+        unit.gather()
+        for following in next_units:
+            following.gather()
+        unit.wait()
+
+    def _hook_outputs(self, output: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
+        hook = compat.untraced(hook)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(hook)
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def _before_model_backward(self, gradient: Tensor) -> Tensor | None:
+        self._begin_backward()
+        self._enter_backward(self._root)
+        return gradient * self._scaler.scale if self._scaler is not None else None
+
+    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
+        self._begin_backward()
+        self._enter_backward(unit)
+        for other in self._in_backward:
+            if other is not unit and other is not self._root:
+                other.release()
+                self._reducer.passed(other)
+        self._in_backward = [unit]
+
+    def _begin_backward(self) -> None:
+        if not self._backward_running:
+            self._backward_running = True
+            self._backward.begin()
+            self._reducer.begin_backward()
+            compat.after_backward(self._end_backward)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        """Also reached from the forward of a recomputation, before or instead of the hook on the output."""
+        if unit not in self._in_backward:
+            self._in_backward.append(unit)
+        if self._sharded:
+            self._make_present(unit, self._backward.enter(unit, self._ahead))
+
+    def _on_gradient(self, unit: Unit, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        self._begin_backward()
+        if self._sharded and (unit not in self._called or flat.presence is not Presence.PRESENT):
+            raise RuntimeError(
+                f"parameter {flat.layout.slots[index].name!r} was used without a call of {unit.title!r}, the module "
+                "it is gathered for, so its value was not there; call that module's forward, or choose units= so that "
+                "the module that uses the parameter is a unit"
+            )
+        parameter.grad = None
+        buffers = gradient_of(flat)
+        buffers.add(index, gradient)
+        if buffers.complete:
+            self._reducer.completed(flat)
+
+    def _end_backward(self) -> None:
+        if not self._backward_running:
+            return
+        with torch.profiler.record_function("zeroshard.end_backward"):
+            self._backward_running = False
+            self._backward.end()
+            self._in_backward.clear()
+            for unit in self._units:
+                unit.release()
+            self._reducer.end_backward()
+
+    def __deepcopy__(self, memo: object) -> Schedule:
+        raise _not_copyable()
+
+    def __reduce__(self) -> Any:
+        raise _not_copyable()
+
+
+def _not_copyable() -> RuntimeError:
+    return RuntimeError(
+        "a sharded model cannot be copied or pickled, for its parameters are not all here; take "
+        "zeroshard.full_state_dict(model), or copy single parameters inside `with zeroshard.gathered(model):`"
+    )

@@ -1,0 +1,299 @@
+"""The buffers of a unit, and who owns their memory.
+
+Every kind of tensor in the package, by name:
+
+- **whole**: a flat's whole parameters, padding included. The model's parameters are views of it while it is *present*.
+- **shard**: this rank's slice of the parameters at rest. Where the table says whole, a view of ``whole``.
+- **master**: what the optimizer updates: the range this rank is responsible for, in fp32 behind 16-bit parameters,
+  else the parameters themselves.
+- **piece**: the part of one parameter inside the master. Optimizer states belong to pieces.
+- **local, stash, accumulator**: gradients; see ``gradient.py``.
+
+Memory is given back with the storage, not with the tensor: autograd's saved views of a parameter keep pointing at the
+storage and are valid again after the next gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import compat
+from .comm import Fabric, Pending
+from .config import Extent, Precision, StateTable
+from .gradient import FlatGradient
+from .layout import FlatLayout, UnitSpec, divide_into_flats, flat_layout
+from .placeholder import Placeholders
+
+
+class Presence(Enum):
+    """Whether a flat's whole parameters can be read."""
+
+    RELEASED = auto()
+    """Their memory is given back; the shard is all there is."""
+    UNDER_WAY = auto()
+    """A gather fills them."""
+    PRESENT = auto()
+
+
+class MasterPiece(NamedTuple):
+    """The tensor that the optimizer updates for one parameter on this rank."""
+
+    slot: int
+    """Index of the parameter in its flat."""
+    start: int
+    """First element, counted inside the parameter."""
+    offset: int
+    """First element, counted inside the master."""
+    tensor: Tensor
+
+
+class Flat:
+    """Parameters of one unit, one dtype and one trainability in one contiguous, padded buffer."""
+
+    def __init__(
+        self,
+        label: str,
+        members: Sequence[tuple[str, nn.Parameter]],
+        *,
+        table: StateTable,
+        precision: Precision,
+        fabric: Fabric,
+        placeholders: Placeholders,
+    ) -> None:
+        self.label = label
+        self.layout: FlatLayout = flat_layout([(name, parameter.shape) for name, parameter in members], fabric.world)
+        self.parameters = [parameter for _, parameter in members]
+        self.trainable = self.parameters[0].requires_grad
+        self.origin_dtype = self.parameters[0].dtype
+        self.dtype = precision.parameters or self.origin_dtype
+        self.master_dtype = torch.float32 if precision.keeps_master and self.trainable else self.dtype
+        self.shard_range = self.layout.shard(fabric.rank)
+        self.own = self.shard_range if table.optimizer.extent is Extent.SHARD else self.layout.whole
+        self.sharded = table.parameters.extent is Extent.SHARD
+        self.presence = Presence.PRESENT
+        self._fabric, self._placeholders = fabric, placeholders
+        self._pending: Pending | None = None
+        self._versions: list[int] = []
+        self.whole: Tensor
+        self.shard: Tensor
+        self.master: Tensor
+        self.pieces: list[MasterPiece] = []
+        self._views: list[Tensor] = []
+        self.gradient: FlatGradient | None = None
+        if self.trainable:
+            self.gradient = FlatGradient(
+                label,
+                self.layout,
+                self.parameters,
+                self.dtype,
+                own=self.own,
+                table=table,
+                precision=precision,
+                fabric=fabric,
+                placeholders=placeholders,
+            )
+
+    @property
+    def separate_master(self) -> bool:
+        """Whether the master is a copy of its own rather than the parameters themselves."""
+        return self.trainable and self.master_dtype is not self.dtype
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def new_origin(self) -> Tensor:
+        """A whole flat for the first values, in the most precise dtype that will be kept."""
+        return torch.zeros(self.layout.numel, dtype=self.master_dtype, device=self._fabric.device)
+
+    def views_of(self, whole: Tensor) -> list[Tensor]:
+        """The parameters as views of a whole flat."""
+        return [whole[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots]
+
+    def adopt(self, origin: Tensor) -> None:
+        """Takes rank 0's first values: what this rank keeps is cut out of them, and parameters point here from now."""
+        self._fabric.broadcast(origin)
+        self.whole = origin.to(self.dtype)
+        part = slice(self.shard_range.start, self.shard_range.stop)
+        self.shard = self.whole[part].clone() if self.sharded else self.whole[part]
+        if self.separate_master:
+            own = origin[self.own.start : self.own.stop]
+            self.master = own if own.numel() == origin.numel() else own.clone()
+        else:
+            self.master = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
+        if self.trainable:
+            self.pieces = [
+                MasterPiece(piece.slot, piece.start, piece.offset, self.master[piece.offset :][: piece.numel])
+                for piece in self.layout.pieces(self.own)
+            ]
+        self._views = self.views_of(self.whole)
+        self._point(self._views)
+        if self.sharded:
+            self.release()
+
+    # -- gather and release ---------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Starts making the whole parameters exist. Nothing to do where they are present or under way."""
+        if self.presence is not Presence.RELEASED:
+            return
+        lane = self._fabric.gathers
+        with torch.profiler.record_function(f"zeroshard.gather {self.label}"):
+            if lane.stream is not None:
+                # The memory may have been released by the device's work so far; the lane waits for that.
+                lane.stream.wait_stream(torch.cuda.current_stream())
+            with lane.allocation():
+                storage = self.whole.untyped_storage()
+                storage.resize_(self.whole.numel() * self.whole.element_size())
+            self._pending = lane.all_gather(self.whole, self.shard, self.label)
+        self.presence = Presence.UNDER_WAY
+
+    def wait(self) -> None:
+        """Makes gathered parameters readable. They must be present or under way."""
+        assert self.presence is not Presence.RELEASED, f"{self.label} was not gathered"
+        if self.presence is Presence.UNDER_WAY:
+            if self._pending is not None:
+                with torch.profiler.record_function(f"zeroshard.wait {self.label}"):
+                    self._pending.wait()
+                self._pending = None
+            self.check_unwritten()
+            self._point(self._views)
+            self.presence = Presence.PRESENT
+
+    def release(self) -> None:
+        """Gives the whole parameters' memory back. Nothing to do where they are whole at rest."""
+        if not self.sharded or self.presence is Presence.RELEASED:
+            return
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if self.presence is Presence.PRESENT:
+            self.check_unwritten()
+            self._point_at_placeholders()
+        self.whole.untyped_storage().resize_(0)
+        self.presence = Presence.RELEASED
+
+    # -- publish --------------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Makes an updated master visible: into the parameters' dtype, and to the other ranks where they are whole."""
+        with torch.profiler.record_function(f"zeroshard.publish {self.label}"):
+            if self.separate_master:
+                target = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
+                target.copy_(self.master)
+            compat.prepare_for_writing(list(self.parameters))
+            self._versions = self._versions_now()
+            if self.sharded:
+                self.release()  # a unit that was still gathered shows an old value
+            elif self.own.numel != self.layout.numel:
+                self._point_at_placeholders()
+                self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label)
+                self.presence = Presence.UNDER_WAY
+
+    def rewrite(self) -> None:
+        """Takes rank 0's present values as the new ones. A master keeps its lower bits where nothing was changed."""
+        assert self.presence is Presence.PRESENT
+        self._fabric.broadcast(self.whole)
+        if self.sharded:
+            self.shard.copy_(self.whole[self.shard_range.start : self.shard_range.stop])
+        self.refresh_master()
+
+    def refresh_master(self) -> None:
+        """Makes the master follow parameters that were written where they are."""
+        self._versions = self._versions_now()
+        if self.separate_master:
+            values = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
+            same = self.master.to(self.dtype) == values
+            self.master.copy_(torch.where(same, self.master, values.to(self.master.dtype)))
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _point(self, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+        self._versions = self._versions_now()
+
+    def _point_at_placeholders(self) -> None:
+        self._point([self._placeholders.parameter(slot.shape, self.dtype) for slot in self.layout.slots])
+
+    def _versions_now(self) -> list[int]:
+        return [compat.version(parameter) for parameter in self.parameters]
+
+    def check_unwritten(self) -> None:
+        """Raises if somebody wrote to a parameter where the write would be lost: to a placeholder, to gathered
+        parameters that are about to be released, or to 16-bit parameters that a master stands behind.
+        """
+        for slot, parameter, before in zip(self.layout.slots, self.parameters, self._versions, strict=True):
+            if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was converted to {parameter.dtype} {tuple(parameter.shape)} after "
+                    "shard(); convert the model before, or use precision="
+                )
+            if compat.version(parameter) != before:
+                self._versions = self._versions_now()
+                self._placeholders.intact()
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was written to where the write would be lost; "
+                    "write inside `with zeroshard.gathered(model, write=True):`"
+                )
+
+
+class Unit:
+    """The parameters that are gathered, reduced and updated together, and the module whose calls they follow."""
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        *,
+        table: StateTable,
+        precision: Precision,
+        max_bytes: int,
+        fabric: Fabric,
+        placeholders: Placeholders,
+    ) -> None:
+        self.name = spec.name
+        self.title = spec.name or "(root)"
+        self.module = spec.module
+        itemsize = precision.parameters.itemsize if precision.parameters is not None else None
+        groups = divide_into_flats(spec.parameters, max_bytes, itemsize)
+        self.flats = [
+            Flat(
+                self.title if len(groups) == 1 else f"{self.title}#{number}",
+                members,
+                table=table,
+                precision=precision,
+                fabric=fabric,
+                placeholders=placeholders,
+            )
+            for number, members in enumerate(groups)
+        ]
+        self.holds = 0
+        """How many ``gathered`` blocks keep it present."""
+
+    @property
+    def trainable_flats(self) -> list[Flat]:
+        return [flat for flat in self.flats if flat.trainable]
+
+    @property
+    def numel(self) -> int:
+        return sum(flat.layout.numel for flat in self.flats)
+
+    @property
+    def present(self) -> bool:
+        return all(flat.presence is Presence.PRESENT for flat in self.flats)
+
+    def gather(self) -> None:
+        for flat in self.flats:
+            flat.gather()
+
+    def wait(self) -> None:
+        for flat in self.flats:
+            flat.wait()
+
+    def release(self) -> None:
+        if self.holds == 0:
+            for flat in self.flats:
+                flat.release()
