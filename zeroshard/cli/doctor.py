@@ -1,0 +1,177 @@
+"""`zeroshard doctor`: what this machine offers a training run, and what to do about each finding."""
+
+import argparse
+import enum
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zeroshard import machine
+from zeroshard.machine import Amx
+
+OLDEST_TORCH = (2, 11)
+SMALL_SHARED_MEMORY = 2**30  # bytes; NCCL's ranks on one node exchange data through /dev/shm
+
+
+class Verdict(enum.Enum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    NOTE = "note"
+    BAD = "BAD"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact, and what to do about it where something should be done."""
+
+    about: str
+    fact: str
+    verdict: Verdict = Verdict.OK
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.verdict.value:<5} {self.about:<12} {self.fact}"
+        return f"{line}\n{'':<18} -> {self.remedy}" if self.remedy else line
+
+
+def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the command line."""
+    parser = add_parser(
+        "doctor",
+        help="explain this machine: cores, memory, torch, GPUs, backends, AMX, and what to do",
+        description="Explain this machine and what to do about each finding. Exits with 1 if training cannot work.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print every finding; 1 if one of them keeps training from working."""
+    bad = False
+    for finding in findings():
+        print(finding, flush=True)
+        bad |= finding.verdict is Verdict.BAD
+    return 1 if bad else 0
+
+
+def findings() -> Iterator[Finding]:
+    """Examine the machine, the quick things first."""
+    yield Finding("python", f"{platform.python_version()} at {sys.executable}")
+    yield from _host()
+    yield _torch()
+    yield from _gpus()
+    yield from _backends()
+    yield _amx(machine.probe_amx())
+
+
+def _host() -> Iterator[Finding]:
+    cpu = machine.Cpu.parse(machine.read_cpuinfo())
+    yield Finding("machine", f"{platform.system()} {platform.release()} {platform.machine()}, {cpu.model}")
+    cores, usable, quota = os.cpu_count() or 1, machine.usable_cores(), machine.cgroup_cores()
+    why = f", the container's quota is {quota:g}" if quota is not None else ""
+    if usable < 2:
+        yield Finding(
+            "cores",
+            f"{usable} of {cores} usable{why}",
+            Verdict.NOTE,
+            "`zeroshard train` runs one rank here; --ranks 2 works too, and shares the core",
+        )
+    else:
+        yield Finding("cores", f"{usable} of {cores} usable{why}")
+    yield Finding("memory", f"{machine.usable_memory() / 1e9:.1f} GB usable")
+    yield _host_name()
+
+
+def _host_name() -> Finding:
+    """Gloo listens on the address the host name resolves to; a name that does not resolve ends in a hang."""
+    name = socket.gethostname()
+    try:
+        return Finding("host name", f"{name} is {socket.gethostbyname(name)}")
+    except OSError:
+        interfaces = ", ".join(interface for _, interface in socket.if_nameindex())
+        return Finding(
+            "host name",
+            f"{name} does not resolve to an address",
+            Verdict.NOTE,
+            f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to one of {interfaces}",
+        )
+
+
+def _torch() -> Finding:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    fact = f"{torch.__version__} ({build}), {torch.get_num_threads()} threads"
+    if version < OLDEST_TORCH:
+        return Finding("torch", fact, Verdict.BAD, "zeroshard needs torch 2.11 or later: pip install --upgrade torch")
+    return Finding("torch", fact)
+
+
+def _gpus() -> Iterator[Finding]:
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            yield Finding(f"gpu {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB")
+    elif shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+        remedy = (
+            "compare the driver that `nvidia-smi` shows with the CUDA version above"
+            if torch.version.cuda
+            else "this torch is a CPU build: install a CUDA one, see https://pytorch.org/get-started"
+        )
+        yield Finding("gpu", "there is one, but torch cannot use it", Verdict.NOTE, remedy)
+    else:
+        yield Finding("gpu", "none; training runs on the CPU")
+
+
+def _backends() -> Iterator[Finding]:
+    if not dist.is_available():
+        yield Finding("backends", "torch.distributed is missing", Verdict.BAD, "install a torch built with it")
+        return
+    there = [name for name, built in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if built]
+    needed = "nccl" if torch.cuda.is_available() else "gloo"
+    if needed not in there:
+        yield Finding(
+            "backends",
+            ", ".join(there) or "none",
+            Verdict.BAD,
+            f"ranks here need {needed}: install a torch built with it",
+        )
+    else:
+        yield Finding("backends", ", ".join(there))
+    shared = Path("/dev/shm")
+    if torch.cuda.device_count() > 1 and shared.exists():
+        size = shutil.disk_usage(shared).total
+        if size < SMALL_SHARED_MEMORY:
+            yield Finding(
+                "/dev/shm", f"{size / 2**20:.0f} MiB", Verdict.NOTE, "small for NCCL: give the container --shm-size=1g"
+            )
+
+
+def _amx(amx: Amx) -> Finding:
+    match amx:
+        case Amx.FAULTS:
+            return Finding(
+                "AMX",
+                amx.value,
+                Verdict.NOTE,
+                f"nothing: `zeroshard train` and `shard()` set {machine.ISA_VARIABLE}={machine.ISA_WITHOUT_AMX}; "
+                "set it yourself for other programs that multiply in bf16 on this CPU",
+            )
+        case Amx.UNKNOWN:
+            return Finding(
+                "AMX",
+                amx.value,
+                Verdict.NOTE,
+                f"if bf16 on the CPU faults, set {machine.ISA_VARIABLE}={machine.ISA_WITHOUT_AMX}",
+            )
+        case Amx.CAPPED:
+            return Finding("AMX", f"{amx.value}: {machine.ISA_VARIABLE} is set")
+        case _:
+            return Finding("AMX", amx.value)

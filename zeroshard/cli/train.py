@@ -1,0 +1,158 @@
+"""`zeroshard train`: the ready-made job. Outside torchrun's environment it starts the ranks, inside it is a rank."""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from zeroshard.config import DTYPES
+from zeroshard.machine import ensure_bf16_matmul, usable_cores
+from zeroshard.train.job import DEFAULT_PRESET, DEVICES, Job, load_job, parse_override, presets
+from zeroshard.train.launch import Nodes, launch, under_torchrun
+from zeroshard.train.loop import resolve_device, train
+
+DESCRIPTION = """\
+Train a GPT from a TOML configuration: by default a byte-level one on the source files of
+Python's standard library, in stage 3, on all GPUs or on two CPU ranks. Evaluates on
+held-out files, saves the weights as safetensors, samples from them, and sets memory and
+volume beside the ZeRO paper's formulas.
+"""
+EXAMPLES = """\
+examples:
+  zeroshard train                                  the default: 10M parameters, about two minutes on two cores
+  zeroshard train --stage 1 --steps 50             another stage, fewer steps
+  zeroshard train my.toml --set train.lr=3e-4      a configuration of your own, one value changed
+  zeroshard train --list                           the presets
+
+many nodes: the same command on every node, each with its own --node-rank
+  zeroshard train zero-1.5b --nnodes 2 --node-rank 0 --master-addr node0
+  zeroshard train zero-1.5b --nnodes 2 --node-rank 1 --master-addr node0
+or under a torchrun of your own
+  torchrun --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 -m zeroshard train zero-1.5b
+"""
+BAD_INPUT = 2  # argparse's own exit code for it
+CPU_RANKS = 2  # enough to see states divided; more would only share the same cores
+
+
+def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add `train` to the command line."""
+    parser = add_parser(
+        "train",
+        help="train a GPT from a TOML configuration, on one machine or many",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "config", nargs="?", default=DEFAULT_PRESET, help="a TOML file, or the name of a preset (default: %(default)s)"
+    )
+    parser.add_argument("--list", action="store_true", help="show the presets and end")
+    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage; short for --set shard.stage=N")
+    parser.add_argument("--precision", choices=DTYPES, help="by default fp32 on CPU, bf16 on GPU")
+    parser.add_argument("--device", choices=DEVICES, help="auto takes the GPUs where there are some")
+    parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="change one value; may be repeated"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where weights go (default: runs/NAME)")
+    nodes = parser.add_argument_group("ranks and nodes")
+    nodes.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks on this node (default: one for each GPU, or two on CPU)"
+    )
+    defaults = Nodes()
+    nodes.add_argument("--nnodes", type=int, default=defaults.nnodes, metavar="N", help="number of nodes (default: 1)")
+    nodes.add_argument(
+        "--node-rank", type=int, default=defaults.node_rank, metavar="I", help="which one this is, from 0"
+    )
+    nodes.add_argument("--master-addr", metavar="HOST", help="address of node 0; needed with --nnodes above 1")
+    nodes.add_argument("--master-port", type=int, default=defaults.master_port, metavar="PORT", help="(default: 29500)")
+    nodes.add_argument("--local-addr", metavar="HOST", help="address of this node, if its host name does not resolve")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the configuration, then start the ranks or be one."""
+    if arguments.list:
+        return _list_presets()
+    try:
+        job = load_job(arguments.config, _overrides(arguments))
+        device = resolve_device(job.train.device)
+        ranks, nodes = _ranks(arguments.ranks, device), _nodes(arguments)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":  # said once, however many ranks notice
+            print(f"zeroshard train: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if device == "cpu" and (message := ensure_bf16_matmul()):
+        print(f"zeroshard train: {message}")  # the ranks inherit it
+    if under_torchrun():
+        return _be_a_rank(job, arguments.out or Path("runs") / job.name)
+    return launch(ranks, nodes, arguments.argv)
+
+
+def _be_a_rank(job: Job, out: Path) -> int:
+    # Ctrl-C ends a rank at once, even inside a collective, and without a traceback from each of them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        record(train)(job, out)
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # otherwise recorded there, and told by whoever started us
+            traceback.print_exc()
+        return 1
+    return 0
+
+
+def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
+    flags = {
+        "shard.stage": arguments.stage,
+        "shard.precision": arguments.precision,
+        "train.device": arguments.device,
+        "train.steps": arguments.steps,
+    }
+    given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
+    return given | dict(parse_override(text) for text in arguments.set)
+
+
+def _ranks(asked: int | None, device: str) -> int:
+    """Return how many ranks this node runs."""
+    if asked is not None and asked < 1:
+        raise ValueError(f"--ranks must be at least 1, is {asked}")
+    if device == "cpu":
+        return asked or min(CPU_RANKS, usable_cores())
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise ValueError("--device cuda: torch sees no GPU here; `zeroshard doctor` says why")
+    if asked is not None and asked > gpus:
+        raise ValueError(f"--ranks {asked}: this machine has {gpus} GPU(s), and each rank needs its own")
+    return asked or gpus
+
+
+def _nodes(arguments: argparse.Namespace) -> Nodes:
+    if arguments.nnodes < 1:
+        raise ValueError(f"--nnodes must be at least 1, is {arguments.nnodes}")
+    if not 0 <= arguments.node_rank < arguments.nnodes:
+        raise ValueError(f"--node-rank must be from 0 to {arguments.nnodes - 1}, is {arguments.node_rank}")
+    if arguments.nnodes > 1 and arguments.master_addr is None:
+        raise ValueError("--nnodes above 1 needs --master-addr, the address of node 0, the same on every node")
+    return Nodes(
+        nnodes=arguments.nnodes,
+        node_rank=arguments.node_rank,
+        master_addr=arguments.master_addr,
+        master_port=arguments.master_port,
+        local_addr=arguments.local_addr,
+    )
+
+
+def _list_presets() -> int:
+    for name in presets():
+        job = load_job(name)
+        size = (
+            f"{job.model.parameters / 1e9:.1f}B" if job.model.parameters > 1e9 else f"{job.model.parameters / 1e6:.1f}M"
+        )
+        print(f"{name:14} {size:>7}  {job.model.layers} layers of {job.model.hidden}, stage {job.shard['stage']}")
+    return 0

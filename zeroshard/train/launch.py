@@ -1,0 +1,91 @@
+"""Starting the ranks of this node: torchrun, called in this process so that its failures can be told in plain words."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from zeroshard.machine import usable_cores
+
+INTERRUPTED = 128 + signal.SIGINT  # the shell's exit code for a command ended by Ctrl-C
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """How this node finds the others; the defaults are a job on one node."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int = 29500
+    local_addr: str | None = None
+    """The address by which other nodes reach this one, where its host name does not resolve to it."""
+
+    def torchrun_options(self) -> list[str]:
+        """Return torchrun's rendezvous options."""
+        if self.nnodes == 1:
+            return ["--standalone"]
+        options = [f"--nnodes={self.nnodes}", f"--node-rank={self.node_rank}", f"--master-port={self.master_port}"]
+        options += [f"--master-addr={self.master_addr}"]
+        return options + ([f"--local-addr={self.local_addr}"] if self.local_addr else [])
+
+
+def under_torchrun() -> bool:
+    """Whether this process is already a rank: torchrun, or another launcher like it, has set its environment."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(ranks: int, nodes: Nodes, arguments: Sequence[str]) -> int:
+    """Run `zeroshard` with these arguments in every rank of this node and wait for them; returns an exit code."""
+    # torchrun would give each rank one thread. More than its share of the cores would make ranks wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    options = [*nodes.torchrun_options(), f"--nproc-per-node={ranks}", "-m", "zeroshard", *arguments]
+    logging.disable(logging.ERROR)  # torchrun's own account of a failure; what matters of it is said below
+    try:
+        torchrun.run(torchrun.parse_args(options))
+    except ChildFailedError as error:
+        _tell(error)
+        return 1
+    except (KeyboardInterrupt, SignalException):
+        _say("interrupted; all ranks of this node were stopped")
+        return INTERRUPTED
+    finally:
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # a rank that died while it drew progress left the cursor hidden
+    return 0
+
+
+def _tell(error: ChildFailedError) -> None:
+    """Print the first failing rank's traceback, then one line for each rank that failed."""
+    _, first = error.get_first_failure()
+    if trace := _traceback(first):
+        print(trace, file=sys.stderr)
+    for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
+        _say(f"rank {rank} failed: {_cause(failure)}")
+
+
+def _cause(failure: ProcessFailure) -> str:
+    if failure.exitcode == -signal.SIGKILL:
+        return "killed from outside (SIGKILL), most often because the machine ran out of memory"
+    if failure.exitcode < 0:
+        return f"ended by {failure.signal_name()}"
+    if isinstance(failure.message, dict):
+        return str(failure.message.get("message", "no message"))
+    return f"exit code {failure.exitcode}"
+
+
+def _traceback(failure: ProcessFailure) -> str | None:
+    if isinstance(failure.message, dict):
+        trace = failure.message.get("extraInfo", {}).get("py_callstack")
+        return str(trace) if trace else None
+    return None
+
+
+def _say(text: str) -> None:
+    print(f"zeroshard train: {text}", file=sys.stderr)

@@ -1,0 +1,86 @@
+"""What rank 0 shows while it trains: a live bar on a terminal, plain lines everywhere else."""
+
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from zeroshard.train.summary import StateBytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The numbers of one report; memory is this rank's model states, between backward and step."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    memory: StateBytes
+    volume: float
+    """Elements communicated in the last step, in Ψ."""
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.3f} · {self.tokens_per_second:,.0f} tokens/s · "
+            f"parameters {_mb(self.memory.parameters)}, gradients {_mb(self.memory.gradients)}, "
+            f"optimizer states {_mb(self.memory.optimizer_states)} MB · volume {self.volume:.2f} Ψ"
+        )
+
+
+class TrainingProgress:
+    """Use as a context manager; `advance` after every step, `report` now and then, `say` whenever."""
+
+    def __init__(self, steps: int, console: Console) -> None:
+        self.steps = steps
+        self.console = console
+        self._bar = Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("step", total=steps)
+        self._numbers = Text("")
+        self._live = Live(get_renderable=lambda: Group(self._bar, self._numbers), console=console, transient=True)
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def advance(self) -> None:
+        """Move the bar on by one step."""
+        self._bar.advance(self._task)
+
+    def report(self, report: StepReport) -> None:
+        """Show a step's numbers."""
+        if self.console.is_terminal:
+            self._numbers = Text(str(report))
+        else:
+            self.say(f"step {report.step}/{self.steps} · {report}")
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def rank_zero_console(rank: int) -> Console:
+    """Return a console that prints on rank 0 and is silent on every other."""
+    return Console(file=sys.stdout, quiet=rank != 0)
+
+
+def _mb(number: float) -> str:
+    return f"{number / 1e6:.1f}"
