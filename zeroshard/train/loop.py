@@ -1,10 +1,7 @@
 """One rank's training run: an ordinary PyTorch loop, with one line that shards."""
 
-import contextlib
 import math
 import os
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +15,12 @@ from zeroshard.machine import usable_cores
 from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT, sample
 from zeroshard.train.job import Job
-from zeroshard.train.progress import StepReport, TrainingProgress, rank_zero_console
-from zeroshard.train.summary import Outcome, StateBytes, closing_table
+from zeroshard.train.journal import Journal
+from zeroshard.train.progress import rank_zero_console, say
+from zeroshard.train.summary import closing_table
 from zeroshard.train.weights import load_weights, save_weights
 
 PROMPT = b"import "
-DEFAULT_STAGE = Config().stage
 LOWEST_LR = 0.1  # of the highest; where the cosine ends
 
 
@@ -52,37 +49,13 @@ class Rank:
         return total.item() / self.world
 
 
-class Throughput:
-    """Tokens per second over every step but the first, which pays for set-up; what is not a step is not counted."""
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step = tokens_per_step
-        self.steps = 0
-        self.seconds = 0.0
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Count what runs inside as one step."""
-        began = time.perf_counter()
-        yield
-        self.steps += 1
-        if self.steps > 1:
-            self.seconds += time.perf_counter() - began
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the mean so far; not a number after a single step."""
-        return self.tokens_per_step * (self.steps - 1) / self.seconds if self.seconds else math.nan
-
-
 def train(job: Job, out: Path) -> None:
     """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this."""
-    began = time.perf_counter()
     here = Rank.from_environment(job.train.device)
-    corpus = Corpus.read(job.data)
-    precision = str(job.shard.get("precision") or ("fp32" if here.device.type == "cpu" else "bf16"))
     console = rank_zero_console(here.rank)
-    console.print(_headline(job, here, precision, corpus), highlight=False, soft_wrap=True)
+    corpus = Corpus.read(job.data)
+    options = {"precision": "fp32" if here.device.type == "cpu" else "bf16", **job.shard, "device": here.device}
+    say(console, _headline(job, here, str(options["precision"]), corpus))
 
     torch.manual_seed(job.train.seed)
     with torch.device("meta"):  # never whole anywhere: shard() initialises it unit by unit
@@ -90,69 +63,42 @@ def train(job: Job, out: Path) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         parameter_groups(model, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95)
     )
-    model, optimizer = zeroshard.shard(model, optimizer, **{**job.shard, "precision": precision, "device": here.device})
+    model, optimizer = zeroshard.shard(model, optimizer, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_share(step, job.train.steps, round(job.train.warmup * job.train.steps))
     )
 
-    throughput = Throughput(job.train.batch * job.model.sequence * here.world)
-    with TrainingProgress(job.train.steps, console) as progress:
-        before = held_out = evaluate(model, job, corpus, here)
-        progress.say(f"held-out loss {before:.3f} before training")
-        first_loss = last_loss = math.nan
-        evaluated = True  # since the last step: then its gathers count to the volume of the next one
+    shape = {"batch": job.train.batch, "sequence": job.model.sequence}
+    with Journal(job.train.steps, here.world * job.train.batch * job.model.sequence, console) as journal:
+        journal.evaluated(0, evaluate(model, job, corpus, here))
         for step in range(1, job.train.steps + 1):
-            with throughput.step():
-                batch = corpus.training_batch(
-                    batch=job.train.batch, sequence=job.model.sequence, seed=job.train.seed, step=step, rank=here.rank
-                ).to(here.device)
-                loss = model(batch.tokens, batch.targets)
-                loss.backward()
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                reported = step in (1, job.train.steps) or step % job.train.report_every == 0
-                if reported:  # reading the loss waits for the device, so not at every step
-                    last_loss = here.mean(loss)
-                    first_loss = last_loss if step == 1 else first_loss
-            progress.advance()
-            if reported:
-                stats = zeroshard.stats(model)
-                progress.report(_step_report(step, last_loss, throughput, stats, evaluated))
-            evaluated = step == job.train.steps or step % job.train.evaluate_every == 0
-            if evaluated:
-                held_out = evaluate(model, job, corpus, here)
-                progress.say(f"held-out loss {held_out:.3f} after {step} steps")
+            batch = corpus.training_batch(seed=job.train.seed, step=step, rank=here.rank, **shape).to(here.device)
+            loss = model(batch.tokens, batch.targets)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            journal.stepped()
+
+            last = step == job.train.steps
+            if step == 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
+                journal.report(step, here.mean(loss), zeroshard.stats(model))
+            if step % job.train.evaluate_every == 0 or last:
+                with journal.stopwatch.paused():
+                    journal.evaluated(step, evaluate(model, job, corpus, here))
 
     weights = zeroshard.full_state_dict(model, rank=0)
-    del model, optimizer, scheduler
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves early would look like one that failed
         dist.destroy_process_group()
     if here.rank != 0:
         return
-    file = save_weights(out, job.model, weights)
-    progress.say(f"saved {file}")
-    progress.say(_sampled_text(job, out, here.device))
-    console.print(
-        closing_table(
-            Outcome(
-                parameters=stats.parameters,
-                stage=int(str(job.shard.get("stage", DEFAULT_STAGE))),
-                world=here.world,
-                precision=precision,
-                measured=_state_bytes(stats),
-                volume=volume,
-                kept=stats.kept_parameters / stats.padded_parameters,
-                first_loss=first_loss,
-                last_loss=last_loss,
-                held_out_before=before,
-                held_out_after=held_out,
-                tokens_per_second=throughput.tokens_per_second,
-                seconds=time.perf_counter() - began,
-            )
-        )
-    )
+    del model, optimizer, scheduler, loss  # room for the sample
+    say(console, f"saved {save_weights(out, job.model, weights)}")
+    say(console, _sampled_text(job, out, here.device))
+    stage = options.get("stage", Config().stage)
+    assert isinstance(stage, int), "shard() has checked it"
+    console.print(closing_table(journal.outcome(stage=stage, world=here.world, precision=str(options["precision"]))))
 
 
 def resolve_device(device: str) -> str:
@@ -187,57 +133,38 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
 def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
     """Return the mean loss on held-out files; every rank calls this and takes its part of them."""
     model.eval()
-    losses = [
-        model(batch.tokens, batch.targets)
-        for batch in (
-            batch.to(here.device)
-            for batch in corpus.held_out_batches(
-                batches=job.train.evaluate_batches,
-                batch=job.train.batch,
-                sequence=job.model.sequence,
-                rank=here.rank,
-                ranks=here.world,
-            )
-        )
-    ]
+    total = torch.zeros((), device=here.device)
+    for batch in corpus.held_out_batches(
+        batches=job.train.evaluate_batches,
+        batch=job.train.batch,
+        sequence=job.model.sequence,
+        rank=here.rank,
+        ranks=here.world,
+    ):
+        batch = batch.to(here.device)
+        total += model(batch.tokens, batch.targets)
     model.train()
-    return here.mean(torch.stack(losses).float().mean())
+    return here.mean(total) / job.train.evaluate_batches
 
 
 def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
     """Return text from the weights as they were saved, by a model that knows nothing of shards."""
     if not job.train.sample:
-        return ""
+        return "no sample was asked for"
     if device.type == "cuda" and 5 * job.model.parameters > torch.cuda.mem_get_info(device)[0]:
-        return "too large to sample from on one device"
+        return "no sample: the whole model is too large for one device"
     torch.set_num_threads(usable_cores())  # the other ranks have left
-    model = load_weights(out, device)
     prompt = torch.tensor(list(PROMPT), device=device)
-    text = bytes(sample(model, prompt, job.train.sample, seed=job.train.seed).clamp(max=255).tolist())
-    return f"a sample from {out}:\n" + "\n".join(f"    {line}" for line in text.decode(errors="replace").splitlines())
+    tokens = sample(load_weights(out, device), prompt, job.train.sample, seed=job.train.seed).clamp(max=255)
+    text = bytes(tokens.tolist()).decode(errors="replace")
+    return "a sample from the saved weights:\n" + "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _headline(job: Job, here: Rank, precision: str, corpus: Corpus) -> str:
+    kind = "GPU" if here.device.type == "cuda" else "CPU"
     return (
-        f"{job.name}: {job.model.parameters / 1e6:,.1f}M parameters, {job.train.steps} steps of "
-        f"{here.world} × {job.train.batch} × {job.model.sequence} bytes, {precision} on {here.world} "
-        f"{'GPU' if here.device.type == 'cuda' else 'CPU'} {'rank' if here.world == 1 else 'ranks'}\n"
+        f"{job.name}: {job.model.parameters / 1e6:,.1f}M parameters, {job.train.steps} steps of {here.world} × "
+        f"{job.train.batch} × {job.model.sequence} bytes, {precision}, {here.world} {kind} rank(s)\n"
         f"corpus: {corpus.files:,} files, {len(corpus.training) / 1e6:.1f} MB to train on, "
         f"{len(corpus.held_out) / 1e6:.1f} MB held out"
-    )
-
-
-def _state_bytes(stats: zeroshard.Stats) -> StateBytes:
-    memory = stats.memory_at_step
-    assert memory is not None, "a step has been made"
-    return StateBytes(memory.parameters, memory.gradients, memory.optimizer_states)
-
-
-def _step_report(step: int, loss: float, throughput: Throughput, stats: zeroshard.Stats) -> StepReport:
-    return StepReport(
-        step=step,
-        loss=loss,
-        tokens_per_second=throughput.tokens_per_second,
-        memory=_state_bytes(stats),
-        volume=stats.volume_elements / stats.padded_parameters,
     )

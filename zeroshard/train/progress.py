@@ -21,14 +21,15 @@ class StepReport:
     loss: float
     tokens_per_second: float
     memory: StateBytes
-    volume: float
-    """Elements communicated in the last step, in Ψ."""
+    volume: float | None
+    """Elements communicated in a step, in Ψ; None until a step was measured."""
 
     def __str__(self) -> str:
+        volume = "" if self.volume is None else f" · volume {self.volume:.2f} Ψ"
         return (
             f"loss {self.loss:.3f} · {self.tokens_per_second:,.0f} tokens/s · "
             f"parameters {_mb(self.memory.parameters)}, gradients {_mb(self.memory.gradients)}, "
-            f"optimizer states {_mb(self.memory.optimizer_states)} MB · volume {self.volume:.2f} Ψ"
+            f"optimizer states {_mb(self.memory.optimizer_states)} MB{volume}"
         )
 
 
@@ -74,7 +75,12 @@ class TrainingProgress:
 
     def say(self, text: str) -> None:
         """Show a line that stays."""
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say(self.console, text)
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is: no wrapping, no colours, no markup."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def rank_zero_console(rank: int) -> Console:

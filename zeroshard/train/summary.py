@@ -35,8 +35,8 @@ class Outcome:
     precision: str
     measured: StateBytes
     """Between the last backward and its step."""
-    volume: float
-    """The last step's, in Ψ."""
+    volume: float | None
+    """Of a step, in Ψ; None if every step shared its count with an evaluation."""
     kept: float
     """Ψ_kept: what stage 3 holds from forward to backward, in Ψ."""
     first_loss: float
@@ -44,7 +44,6 @@ class Outcome:
     held_out_before: float
     held_out_after: float
     tokens_per_second: float
-    seconds: float
 
 
 def paper_memory(parameters: int, stage: int, world: int, precision: str) -> StateBytes:
@@ -76,29 +75,31 @@ def paper_volume(stage: int, world: int, kept: float) -> tuple[float, str]:
 
 def closing_table(outcome: Outcome) -> Table:
     """Lay out a run's outcome for a terminal."""
-    expected = paper_memory(outcome.parameters, outcome.stage, outcome.world, outcome.precision)
     table = Table(
         title=f"stage {outcome.stage} · {outcome.world} ranks · {outcome.precision} · "
         f"Ψ = {outcome.parameters / 1e6:,.1f}M parameters",
         title_justify="left",
     )
-    for name, justify in (("", "left"), ("measured", "right"), ("paper", "right"), ("formula", "left")):
-        table.add_column(name, justify="right" if justify == "right" else "left")
-    size, states = (4, MOMENTS) if outcome.precision == "fp32" else (2, MOMENTS + MASTER)
-    at_rest = state_table(outcome.stage, outcome.world)
-    for name, measured, paper, formula in (
-        ("parameters", outcome.measured.parameters, expected.parameters, (size, at_rest.parameters)),
-        ("gradients", outcome.measured.gradients, expected.gradients, (size, at_rest.gradients)),
-        ("optimizer states", outcome.measured.optimizer_states, expected.optimizer_states, (states, at_rest.optimizer)),
+    table.add_column("per rank")
+    table.add_column("measured", justify="right")
+    table.add_column("paper", justify="right")
+    table.add_column("formula")
+    expected = paper_memory(outcome.parameters, outcome.stage, outcome.world, outcome.precision)
+    for name, measured, paper in (
+        ("parameters", outcome.measured.parameters, expected.parameters),
+        ("gradients", outcome.measured.gradients, expected.gradients),
+        ("optimizer states", outcome.measured.optimizer_states, expected.optimizer_states),
+        ("all model states", outcome.measured.total, expected.total),
     ):
-        per_parameter, row = formula
-        written = f"{per_parameter}Ψ" + (f"/{outcome.world}" if row.extent is Extent.SHARD else "")
-        table.add_row(f"{name} per rank, MB", f"{measured / 1e6:,.2f}", f"{paper / 1e6:,.2f}", written)
-    table.add_row("all model states, MB", f"{outcome.measured.total / 1e6:,.2f}", f"{expected.total / 1e6:,.2f}", "")
+        formula = f"{paper / outcome.parameters:g}Ψ"
+        table.add_row(f"{name}, MB", f"{measured / 1e6:,.2f}", f"{paper / 1e6:,.2f}", formula)
     volume, written = paper_volume(outcome.stage, outcome.world, outcome.kept)
-    table.add_row("volume per step, Ψ", f"{outcome.volume:.3f}", f"{volume:.3f}", written, end_section=True)
-    table.add_row("training loss", f"{outcome.first_loss:.3f} → {outcome.last_loss:.3f}", "", "")
-    table.add_row("held-out loss", f"{outcome.held_out_before:.3f} → {outcome.held_out_after:.3f}", "", "")
-    table.add_row("tokens/s, all ranks", f"{outcome.tokens_per_second:,.0f}", "", "")
-    table.add_row("seconds", f"{outcome.seconds:,.0f}", "", "")
+    counted = "–" if outcome.volume is None else f"{outcome.volume:.3f}"
+    table.add_row("volume per step, Ψ", counted, f"{volume:.3f}", written, end_section=True)
+    for name, text in (
+        ("training loss", f"{outcome.first_loss:.3f} → {outcome.last_loss:.3f}"),
+        ("held-out loss", f"{outcome.held_out_before:.3f} → {outcome.held_out_after:.3f}"),
+        ("tokens/s, all ranks", f"{outcome.tokens_per_second:,.0f}"),
+    ):
+        table.add_row(name, text)
     return table

@@ -1,0 +1,115 @@
+"""What a run measured, kept and shown: losses, tokens per second, memory and volume. It never touches the training."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from zeroshard.observe.ledger import Stats
+from zeroshard.train.progress import StepReport, TrainingProgress
+from zeroshard.train.summary import Outcome, StateBytes
+
+
+class Stopwatch:
+    """Seconds since `start`, without those spent `paused`."""
+
+    def __init__(self) -> None:
+        self._began = math.nan
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what runs inside."""
+        paused = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - paused
+
+    @property
+    def seconds(self) -> float:
+        """Return the time counted so far; not a number before `start`."""
+        return time.perf_counter() - self._began
+
+
+class Journal:
+    """A run as rank 0 sees it. Use as a context manager: inside it, progress is shown."""
+
+    def __init__(self, steps: int, tokens_per_step: int, console: Console) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.losses: list[float] = []
+        self.held_out: list[float] = []
+        self.tokens_per_second = math.nan
+        self.volume: float | None = None
+        self.stats: Stats | None = None
+        self.stopwatch = Stopwatch()
+        self._progress = TrainingProgress(steps, console)
+        self._evaluated_after = -1
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Note the held-out loss after a step, 0 for before the first."""
+        self.held_out.append(loss)
+        self._evaluated_after = step
+        self._progress.say(f"held-out loss {loss:.3f} " + (f"after {step} steps" if step else "before training"))
+
+    def stepped(self) -> None:
+        """Note that a step is done."""
+        self._progress.advance()
+
+    def report(self, step: int, loss: float, stats: Stats) -> None:
+        """Note a step's numbers and show them. The first step has a report, and is not timed: it pays for set-up."""
+        if step == 1:
+            self.stopwatch.start()
+        else:
+            self.tokens_per_second = self.tokens_per_step * (step - 1) / self.stopwatch.seconds
+        self.losses.append(loss)
+        self.stats = stats
+        if self._evaluated_after != step - 1:  # what an evaluation gathers counts to the volume of the step after it
+            self.volume = stats.volume_elements / stats.padded_parameters
+        self._progress.report(
+            StepReport(
+                step=step,
+                loss=loss,
+                tokens_per_second=self.tokens_per_second,
+                memory=_state_bytes(stats),
+                volume=self.volume,
+            )
+        )
+
+    def outcome(self, *, stage: int, world: int, precision: str) -> Outcome:
+        """Return what the closing table shows."""
+        assert self.stats is not None, "the first step has a report"
+        return Outcome(
+            parameters=self.stats.parameters,
+            stage=stage,
+            world=world,
+            precision=precision,
+            measured=_state_bytes(self.stats),
+            volume=self.volume,
+            kept=self.stats.kept_parameters / self.stats.padded_parameters,
+            first_loss=self.losses[0],
+            last_loss=self.losses[-1],
+            held_out_before=self.held_out[0],
+            held_out_after=self.held_out[-1],
+            tokens_per_second=self.tokens_per_second,
+        )
+
+
+def _state_bytes(stats: Stats) -> StateBytes:
+    memory = stats.memory_at_step
+    assert memory is not None, "a step has been made"
+    return StateBytes(memory.parameters, memory.gradients, memory.optimizer_states)
