@@ -135,9 +135,7 @@ def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if any(is_sharded(module) for module in model.modules()):
-        raise ValueError(
-            "the model, or a part of it, is sharded already; call zeroshard.shard() once, on the whole model"
-        )
+        raise ValueError("the model, or a part of it, is sharded already; call shard() once, on the whole model")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to shard")
     devices = {parameter.device for parameter in model.parameters()}
@@ -160,8 +158,8 @@ def _check_frozen(model: nn.Module) -> None:
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if trained:
         raise ValueError(
-            f"optimizer=None is for frozen models, but {trained[0]!r} requires a gradient; pass the optimizer, or freeze "
-            "the model with model.requires_grad_(False)"
+            f"optimizer=None is for frozen models, but {trained[0]!r} requires a gradient; pass the optimizer, or "
+            "freeze the model with model.requires_grad_(False)"
         )
 
 

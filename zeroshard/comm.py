@@ -15,11 +15,11 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import Any, ContextManager, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ POLL_SECONDS = 0.0002
 
 
 class Collective(Enum):
+    """The operations that count as volume."""
+
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
@@ -129,7 +131,7 @@ class Lane:
         return self._on_stream(lambda: _all_gather(whole, shard, self.group))
 
     def reduce_scatter(self, whole: Tensor, shard: Tensor, label: str) -> Pending:
-        """Averages ``whole`` over the ranks; this rank's slice goes to ``shard``, which may be that slice of ``whole``."""
+        """Averages ``whole`` over the ranks; this rank's slice goes to ``shard``, which may be that very slice."""
         self._note(Collective.REDUCE_SCATTER, whole, label)
         if self._by_message:
             return self._exchange_and_average(whole, shard, _tag("r", label))
@@ -158,7 +160,7 @@ class Lane:
 
         return self._on_stream(run)
 
-    def allocation(self) -> ContextManager[Any]:
+    def allocation(self) -> AbstractContextManager[Any]:
         """Memory that this lane writes first is allocated on its stream, so that its reuse is ordered there."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 

@@ -258,7 +258,7 @@ def _split(module: nn.Module, too_big: Callable[[nn.Module], bool]) -> list[nn.M
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """ModuleList and ModuleDict are never called themselves, so a unit cannot follow their calls: take what they hold."""
+    """ModuleList and ModuleDict are never called, so no unit can follow their calls: take what they hold."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [part for child in module.children() for part in _callable_parts(child)]
     return [module] if _has_parameters(module) else []

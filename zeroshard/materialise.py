@@ -42,7 +42,7 @@ def _adopt(flat: Flat) -> None:
 def _initialise_on_meta(model: nn.Module, units: list[Unit], fabric: Fabric) -> None:
     owners = {id(p): unit for unit in units for flat in unit.flats for p in flat.parameters}
     own = {
-        module: [p for p in module.parameters(recurse=False)]
+        module: list(module.parameters(recurse=False))
         for module in model.modules()
         if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     }
@@ -84,6 +84,6 @@ def _initialiser(model: nn.Module, name: str, module: nn.Module) -> Initialiser:
     if callable(of_hugging_face):
         return lambda _: of_hugging_face(module)
     raise ValueError(
-        f"module {name or '(root)'!r} ({type(module).__name__}) is on the meta device and has no initialiser; give it a "
-        "reset_parameters() method, or build the model on the CPU"
+        f"module {name or '(root)'!r} ({type(module).__name__}) is on the meta device and has no initialiser; give it "
+        "a reset_parameters() method, or build the model on the CPU"
     )

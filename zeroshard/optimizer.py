@@ -45,6 +45,7 @@ MASTER = "master"
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, vouched: bool) -> None:
+    """Only an optimizer that treats each element by itself gives the same result on shards."""
     kind = type(optimizer)
     if kind in ELEMENTWISE:
         return
@@ -349,6 +350,6 @@ def _some(names: Iterable[str]) -> str:
 
 def _refuse_old_handle(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     raise RuntimeError(
-        "this optimizer was given to zeroshard.shard() and no longer trains anything; call step() on the optimizer that "
-        "shard() returned"
+        "this optimizer was given to zeroshard.shard() and no longer trains anything; call step() on the optimizer "
+        "that shard() returned"
     )

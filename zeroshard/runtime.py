@@ -154,6 +154,7 @@ def runtime_of(model: nn.Module) -> Runtime:
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Whether ``shard()`` was called on this very module."""
     return isinstance(model.__dict__.get(_ATTRIBUTE), Runtime)
 
 

@@ -109,7 +109,7 @@ class Schedule:
                     parameter.register_post_accumulate_grad_hook(compat.untraced(hook))
 
     def _owners_of_root(self, model: nn.Module) -> list[nn.Module]:
-        """Modules that may be called without the model's ``forward`` (a method such as ``encode``) and need the root."""
+        """Modules that need the root and may be called without the model's ``forward``, say by its ``encode``."""
         if not self._sharded:
             return []
         members = {id(parameter) for flat in self._root.flats for parameter in flat.parameters}

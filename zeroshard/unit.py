@@ -223,8 +223,10 @@ class Flat:
         return [compat.version(parameter) for parameter in self.parameters]
 
     def check_unwritten(self) -> None:
-        """Raises if somebody wrote to a parameter where the write would be lost: to a placeholder, to gathered
-        parameters that are about to be released, or to 16-bit parameters that a master stands behind.
+        """Raises if somebody wrote to a parameter where the write would be lost.
+
+        That is: to a placeholder, to gathered parameters that are about to be released, or to 16-bit parameters
+        that a master stands behind.
         """
         for slot, parameter, before in zip(self.layout.slots, self.parameters, self._versions, strict=True):
             if parameter.dtype is not self.dtype or parameter.shape != slot.shape:

@@ -1,0 +1,1 @@
+"""What a run did: memory, volume, and who is missing when it stalls."""

@@ -1,0 +1,136 @@
+"""One pool of rank processes for all distributed tests.
+
+``@on_ranks(2)`` turns a test into one whose body runs on two ranks, in a fresh Gloo group; what it returns on each
+rank is checked by the body itself, so a test fails if it raises on any rank. Processes live as long as the session.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+PATIENCE = 120.0
+"""Seconds after which a test that does not end on some rank fails, and the pool is replaced."""
+
+
+def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Runs a test's body on ``world`` ranks. Arguments come from pytest's parametrisation."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            Pool.shared().run(body, world, arguments)
+
+        return test
+
+    return decorate
+
+
+class Pool:
+    """Rank processes that wait for work."""
+
+    _shared: Pool | None = None
+
+    @classmethod
+    def shared(cls) -> Pool:
+        if cls._shared is None:
+            cls._shared = cls()
+        return cls._shared
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._runs = 0
+
+    def run(
+        self, body: Callable[..., Any], world: int, arguments: dict[str, Any], expect_death: int | None = None
+    ) -> list[Any]:
+        """Runs ``body`` on ranks 0..world-1 and returns what each returned; raises if any raised."""
+        while len(self._workers) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        self._runs += 1
+        store = os.path.join(self._folder.name, f"store-{self._runs}")
+        workers = self._workers[:world]
+        for rank, (_, connection) in enumerate(workers):
+            job = (body.__code__.co_filename, body.__qualname__, arguments, rank, world, store)
+            connection.send_bytes(pickle.dumps(job))
+        results: dict[int, tuple[bool, Any]] = {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        while waiting:
+            ready = wait(list(waiting), timeout=PATIENCE)
+            if not ready:
+                self.close()
+                raise AssertionError(f"ranks {sorted(waiting.values())} did not end within {PATIENCE:g} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    results[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    results[rank] = (False, f"rank {rank} died")
+        failures = {rank: value for rank, (good, value) in results.items() if not good and rank != expect_death}
+        if failures or expect_death is not None:
+            self.close()  # a failed group may be in any state: start afresh
+        if failures:
+            raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
+        return [value for _, (_, value) in sorted(results.items())]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers = []
+
+
+def _serve(connection: Connection, path: list[str]) -> None:
+    sys.path[:] = path
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    modules: dict[str, Any] = {}
+    while True:
+        try:
+            filename, name, arguments, rank, world, store = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if filename not in modules:
+                spec = importlib.util.spec_from_file_location(f"on_ranks_{len(modules)}", filename)
+                assert spec is not None and spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                sys.modules[spec.name] = module
+                spec.loader.exec_module(module)
+                modules[filename] = module
+            body = functools.reduce(getattr, name.split("."), modules[filename])
+            body = getattr(body, "__wrapped__", body)
+            torch.manual_seed(0)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
+            value = body(**arguments)
+            dist.barrier()
+            answer = (True, value)
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send_bytes(pickle.dumps(answer))
