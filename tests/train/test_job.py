@@ -76,6 +76,12 @@ def test_a_table_that_is_none_is_named(tmp_path: Path) -> None:
     assert problems(tmp_path, "model = 3\n") == ("model: must be a table, is 3",)
 
 
+def test_a_device_for_all_ranks_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, "[shard]\ndevice = 'cpu'\n")
+    assert found.startswith("shard.device: ")
+    assert "train.device" in found
+
+
 def test_true_is_not_a_number(tmp_path: Path) -> None:
     assert problems(tmp_path, "[train]\nsteps = true\n") == ("train.steps: must be a whole number, is True",)
 

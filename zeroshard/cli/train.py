@@ -149,10 +149,9 @@ def _nodes(arguments: argparse.Namespace) -> Nodes:
 
 
 def _list_presets() -> int:
-    for name in presets():
-        job = load_job(name)
-        size = (
-            f"{job.model.parameters / 1e9:.1f}B" if job.model.parameters > 1e9 else f"{job.model.parameters / 1e6:.1f}M"
-        )
-        print(f"{name:14} {size:>7}  {job.model.layers} layers of {job.model.hidden}, stage {job.shard['stage']}")
+    jobs = [load_job(name) for name in presets()]
+    for job in sorted(jobs, key=lambda job: job.model.parameters):
+        billions = job.model.parameters / 1e9
+        size = f"{billions:.1f}B" if billions > 1 else f"{1000 * billions:.1f}M"
+        print(f"{job.name:14} {size:>7}  {job.model.layers} layers of {job.model.hidden}, stage {job.shard['stage']}")
     return 0

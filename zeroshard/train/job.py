@@ -117,6 +117,8 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
     problems += _unknown(tables, [entry.name for entry in fields(Job) if entry.name != "name"], "")
     shard = _mapping(tables, "shard", problems)
     problems += shard_config.problems(shard, "shard")
+    if "device" in shard:
+        problems.append("shard.device: every rank has its own here; say train.device = 'cpu' or 'cuda'")
     job = Job(
         name=file.stem,
         model=_read_table(ModelConfig, tables, "model", problems),

@@ -44,7 +44,7 @@ class Journal:
         self.tokens_per_step = tokens_per_step
         self.losses: list[float] = []
         self.held_out: list[float] = []
-        self.tokens_per_second = math.nan
+        self.tokens_per_second: float | None = None
         self.volume: float | None = None
         self.stats: Stats | None = None
         self.stopwatch = Stopwatch()

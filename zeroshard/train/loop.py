@@ -157,6 +157,7 @@ def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
     prompt = torch.tensor(list(PROMPT), device=device)
     tokens = sample(load_weights(out, device), prompt, job.train.sample, seed=job.train.seed).clamp(max=255)
     text = bytes(tokens.tolist()).decode(errors="replace")
+    text = "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)  # a terminal obeys some
     return "a sample from the saved weights:\n" + "\n".join(f"    {line}" for line in text.splitlines())
 
 

@@ -19,18 +19,21 @@ class StepReport:
 
     step: int
     loss: float
-    tokens_per_second: float
+    tokens_per_second: float | None
+    """None until a step was timed."""
     memory: StateBytes
     volume: float | None
     """Elements communicated in a step, in Ψ; None until a step was measured."""
 
     def __str__(self) -> str:
-        volume = "" if self.volume is None else f" · volume {self.volume:.2f} Ψ"
-        return (
-            f"loss {self.loss:.3f} · {self.tokens_per_second:,.0f} tokens/s · "
-            f"parameters {_mb(self.memory.parameters)}, gradients {_mb(self.memory.gradients)}, "
-            f"optimizer states {_mb(self.memory.optimizer_states)} MB{volume}"
-        )
+        parts = [f"loss {self.loss:.3f}"]
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        parameters, gradients, states = (f"{number / 1e6:.1f}" for number in self.memory)
+        parts.append(f"parameters {parameters}, gradients {gradients}, optimizer states {states} MB")
+        if self.volume is not None:
+            parts.append(f"volume {self.volume:.2f} Ψ")
+        return " · ".join(parts)
 
 
 class TrainingProgress:
@@ -86,7 +89,3 @@ def say(console: Console, text: str) -> None:
 def rank_zero_console(rank: int) -> Console:
     """Return a console that prints on rank 0 and is silent on every other."""
     return Console(file=sys.stdout, quiet=rank != 0)
-
-
-def _mb(number: float) -> str:
-    return f"{number / 1e6:.1f}"

@@ -1,6 +1,7 @@
 """The closing table: what this rank measured beside what the ZeRO paper says it should be (sections 5 and 7)."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.table import Table
 
@@ -10,18 +11,12 @@ MOMENTS = 8  # bytes a parameter: Adam's momentum and variance in fp32
 MASTER = 4  # bytes a parameter: the fp32 copy behind 16-bit parameters
 
 
-@dataclass(frozen=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes of model states on one rank, by kind."""
 
-    parameters: float
-    gradients: float
-    optimizer_states: float
-
-    @property
-    def total(self) -> float:
-        """Return the sum of the kinds."""
-        return self.parameters + self.gradients + self.optimizer_states
+    parameters: int
+    gradients: int
+    optimizer_states: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +38,42 @@ class Outcome:
     last_loss: float
     held_out_before: float
     held_out_after: float
-    tokens_per_second: float
+    tokens_per_second: float | None
+    """None after a single step."""
 
 
-def paper_memory(parameters: int, stage: int, world: int, precision: str) -> StateBytes:
+class PaperRow(NamedTuple):
+    """The paper's bytes of one kind of state: so many a parameter, divided by so many ranks."""
+
+    kind: str
+    per_parameter: int
+    divisor: int
+
+    def __str__(self) -> str:
+        return f"{self.per_parameter}Ψ" + (f"/{self.divisor}" if self.divisor > 1 else "")
+
+    def bytes(self, parameters: int) -> float:
+        """Return the row's bytes for a model of so many parameters."""
+        return self.per_parameter * parameters / self.divisor
+
+
+def paper_memory(stage: int, world: int, precision: str) -> list[PaperRow]:
     """Return the paper's bytes per rank with Adam, by kind (ZeRO, section 5 and figure 1).
 
-    >>> paper_memory(7_500_000_000, stage=2, world=64, precision="bf16").total / 1e9
+    >>> sum(row.bytes(7_500_000_000) for row in paper_memory(stage=2, world=64, precision="bf16")) / 1e9
     16.640625
     """
     table = state_table(stage, world)
-
-    def divided(extent: Extent) -> float:
-        return parameters / world if extent is Extent.SHARD else parameters
-
     size = 4 if precision == "fp32" else 2
     states = MOMENTS if precision == "fp32" else MOMENTS + MASTER
-    return StateBytes(
-        parameters=size * divided(table.parameters.extent),
-        gradients=size * divided(table.gradients.extent),
-        optimizer_states=states * divided(table.optimizer.extent),
-    )
+    return [
+        PaperRow(kind, per_parameter, world if at_rest.extent is Extent.SHARD else 1)
+        for kind, per_parameter, at_rest in (
+            ("parameters", size, table.parameters),
+            ("gradients", size, table.gradients),
+            ("optimizer states", states, table.optimizer),
+        )
+    ]
 
 
 def paper_volume(stage: int, world: int, kept: float) -> tuple[float, str]:
@@ -84,22 +94,22 @@ def closing_table(outcome: Outcome) -> Table:
     table.add_column("measured", justify="right")
     table.add_column("paper", justify="right")
     table.add_column("formula")
-    expected = paper_memory(outcome.parameters, outcome.stage, outcome.world, outcome.precision)
-    for name, measured, paper in (
-        ("parameters", outcome.measured.parameters, expected.parameters),
-        ("gradients", outcome.measured.gradients, expected.gradients),
-        ("optimizer states", outcome.measured.optimizer_states, expected.optimizer_states),
-        ("all model states", outcome.measured.total, expected.total),
-    ):
-        formula = f"{paper / outcome.parameters:g}Ψ"
-        table.add_row(f"{name}, MB", f"{measured / 1e6:,.2f}", f"{paper / 1e6:,.2f}", formula)
+    rows = paper_memory(outcome.stage, outcome.world, outcome.precision)
+    for row, measured in zip(rows, outcome.measured, strict=True):
+        table.add_row(f"{row.kind}, MB", _mb(measured), _mb(row.bytes(outcome.parameters)), str(row))
+    expected = sum(row.bytes(outcome.parameters) for row in rows)
+    table.add_row("all model states, MB", _mb(sum(outcome.measured)), _mb(expected))
     volume, written = paper_volume(outcome.stage, outcome.world, outcome.kept)
     counted = "–" if outcome.volume is None else f"{outcome.volume:.3f}"
     table.add_row("volume per step, Ψ", counted, f"{volume:.3f}", written, end_section=True)
     for name, text in (
         ("training loss", f"{outcome.first_loss:.3f} → {outcome.last_loss:.3f}"),
         ("held-out loss", f"{outcome.held_out_before:.3f} → {outcome.held_out_after:.3f}"),
-        ("tokens/s, all ranks", f"{outcome.tokens_per_second:,.0f}"),
+        ("tokens/s, all ranks", "–" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}"),
     ):
         table.add_row(name, text)
     return table
+
+
+def _mb(number: float) -> str:
+    return f"{number / 1e6:,.2f}"

@@ -1,0 +1,176 @@
+"""`zeroshard train` as a user runs it: real ranks, real files, from start to closing table."""
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zeroshard.train.job import load_job
+from zeroshard.train.weights import load_weights
+
+COMMAND = [sys.executable, "-m", "zeroshard", "train", "tiny", "--device", "cpu"]
+ENDLESS = ["--set", "train.steps=1000000", "--set", "train.evaluate_every=1000000", "--set", "train.report_every=5"]
+TIMEOUT = 120
+
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # so that runs can be compared bit by bit, whatever the cores
+
+
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=ONE_THREAD)
+
+
+def held_out_losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+) (?:before|after)", output)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, Path]]:
+    """One run in stage 3 and one in stage 1, on two ranks each: output and folder of weights."""
+    made = {}
+    for stage in (3, 1):
+        out = tmp_path_factory.mktemp(f"stage{stage}")
+        done = train("--stage", str(stage), "--ranks", "2", "--out", str(out))
+        assert done.returncode == 0, done.stderr
+        made[stage] = (done.stdout, out)
+    return made
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_a_run_learns_and_reports_progress(stage: int, runs: dict[int, tuple[str, Path]]) -> None:
+    output, _ = runs[stage]
+    losses = held_out_losses(output)
+    assert len(losses) == 3  # before, in the middle, at the end
+    assert losses[0] > losses[1] > losses[2]
+    assert losses[2] < losses[0] - 0.5
+    assert re.search(
+        r"step 8/12 · loss [\d.]+ · [\d,]+ tokens/s · parameters [\d.]+, gradients [\d.]+, "
+        r"optimizer states [\d.]+ MB · volume [\d.]+ Ψ",
+        output,
+    )
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_the_closing_table_measures_what_the_paper_says(stage: int, runs: dict[int, tuple[str, Path]]) -> None:
+    output, _ = runs[stage]
+    cells = {row[0].strip(): row[1:] for row in (line.split("│")[1:-1] for line in output.splitlines()) if row}
+    for kind in ("parameters, MB", "gradients, MB", "optimizer states, MB", "all model states, MB"):
+        measured, paper = (float(cell) for cell in cells[kind][:2])
+        assert measured == pytest.approx(paper, rel=0.01, abs=0.011), kind  # two decimals are shown
+    measured, paper = (float(cell) for cell in cells["volume per step, Ψ"][:2])
+    assert measured == paper
+    assert paper == 2 if stage == 1 else 2 < paper < 3
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_the_saved_weights_are_a_plain_model_that_was_trained(stage: int, runs: dict[int, tuple[str, Path]]) -> None:
+    output, out = runs[stage]
+    model = load_weights(out, torch.device("cpu"))
+    assert model.config == load_job("tiny").model
+    assert "a sample from the saved weights:\n    import " in output
+
+
+def test_stages_train_the_same_model(runs: dict[int, tuple[str, Path]]) -> None:
+    assert held_out_losses(runs[3][0]) == held_out_losses(runs[1][0])
+    three, one = (load_file(runs[stage][1] / "model.safetensors") for stage in (3, 1))
+    assert three.keys() == one.keys()
+    for name in three:
+        assert torch.equal(three[name], one[name]), name
+
+
+def test_two_nodes_run_the_same_command_and_train_the_same_model(
+    tmp_path: Path, runs: dict[int, tuple[str, Path]]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*COMMAND, "--ranks", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), "--local-addr", f"127.0.0.{node + 1}", "--out", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ONE_THREAD,
+        )
+        for node in range(2)
+    ]
+    outputs = [node.communicate(timeout=TIMEOUT) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert held_out_losses(outputs[0][0]) == held_out_losses(runs[3][0])
+    assert outputs[1][0] == ""  # only rank 0 speaks
+    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path, runs[3][1]))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_it_is_a_rank_under_a_torchrun_of_ones_own(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [*torchrun, *COMMAND[1:], "--steps", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model.safetensors").exists()
+    assert "1 CPU rank(s)" in done.stdout
+
+
+def test_a_rank_that_raises_is_told_once_in_plain_words(tmp_path: Path) -> None:
+    done = train("--ranks", "1", "--set", f"data.folder={tmp_path}")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-1].startswith("zeroshard train: rank 0 failed: ValueError: data.folder: no file")
+    assert "ChildFailedError" not in done.stderr
+
+
+def start_endless(tmp_path: Path) -> subprocess.Popen[str]:
+    """Start a run that never ends by itself and return it once it trains."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*COMMAND, "--ranks", "2", "--out", str(tmp_path), *ENDLESS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    seen = []
+    deadline = time.monotonic() + TIMEOUT
+    while not any(line.startswith("step 5/") for line in seen):
+        assert select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))[0], seen
+        line = process.stdout.readline()
+        assert line, (seen, process.communicate()[1])
+        seen.append(line)
+    return process
+
+
+def rank_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    ranks = [child for child in psutil.Process(process.pid).children() if "RANK" in child.environ()]
+    return sorted(ranks, key=lambda child: child.environ()["RANK"])
+
+
+def test_ctrl_c_stops_every_rank_with_one_line(tmp_path: Path) -> None:
+    process = start_endless(tmp_path)
+    ranks = rank_processes(process)
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.splitlines() == ["zeroshard train: interrupted; all ranks of this node were stopped"]
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    process = start_endless(tmp_path)
+    rank_processes(process)[1].kill()
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "zeroshard train: rank 1 failed: killed from outside (SIGKILL)" in told
