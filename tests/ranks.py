@@ -114,7 +114,8 @@ def _serve(connection: Connection, path: list[str]) -> None:
         try:
             if filename not in modules:
                 spec = importlib.util.spec_from_file_location(f"on_ranks_{len(modules)}", filename)
-                assert spec is not None and spec.loader is not None
+                assert spec is not None
+                assert spec.loader is not None
                 module = importlib.util.module_from_spec(spec)
                 sys.modules[spec.name] = module
                 spec.loader.exec_module(module)

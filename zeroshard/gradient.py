@@ -58,6 +58,7 @@ class FlatGradient:
         count = len(parameters)
         self._local: Tensor | None = None
         self._written = [False] * count
+        self._fired: set[int] = set()
         self._inflight: list[_Reduction] = []
         self._stash: Tensor | None = None
         self._accumulator: Tensor | None = None
@@ -70,7 +71,7 @@ class FlatGradient:
     @property
     def complete(self) -> bool:
         """Every parameter has its gradient of this backward."""
-        return all(self._written)
+        return len(self._fired) == len(self.parameters)
 
     @property
     def unreduced(self) -> bool:
@@ -78,6 +79,11 @@ class FlatGradient:
         return self._local is not None or self.awaited
 
     # -- during backward ------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A new backward pass: completeness is asked anew, and autograd gets ``parameter.grad`` to itself."""
+        self.hide()
+        self._fired.clear()
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Takes one parameter's gradient from autograd. Additive: a parameter may come more than once."""
@@ -95,6 +101,7 @@ class FlatGradient:
         else:
             self._slot(self._local, index).copy_(gradient)
             self._written[index] = True
+        self._fired.add(index)
         self.used[index] = True
 
     def reduce(self) -> None:
@@ -205,6 +212,7 @@ class FlatGradient:
         count = len(self.parameters)
         self._local = self._stash = self._accumulator = None
         self.awaited = False
+        self._fired.clear()
         self._shown, self._written, self.used = [None] * count, [False] * count, [False] * count
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -235,9 +243,11 @@ class FlatGradient:
             local[gap.start : gap.stop].zero_()
 
     def _discard(self, index: int) -> None:
+        self.settle()  # or a reduce under way would bring the gradient back
         self.used[index] = False
         if not any(self.used):
-            self._stash = self._accumulator = None
+            self._local = self._stash = self._accumulator = None
+            self._written = [False] * len(self._written)
             return
         for piece in self.layout.pieces(self.own):
             if piece.slot == index:

@@ -58,7 +58,7 @@ class Reducer:
         self._backwards += 1
         self._agreed = False
         for gradient in self.gradients:
-            gradient.hide()
+            gradient.begin_backward()
 
     def passed(self, unit: Unit) -> None:
         """The backward of another unit has begun, so this unit's is over."""
