@@ -1,0 +1,42 @@
+"""The README's commands exist and its code runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroshard.cli.main import parser
+from zeroshard.train.job import presets
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+COMMANDS = [
+    line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.startswith("zeroshard")
+]
+
+
+def test_the_two_commands_come_first() -> None:
+    assert [line.split("#")[0].strip() for line in BLOCKS[0].splitlines()] == ["make train", "make test"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_one_that_exists(command: str) -> None:
+    arguments = parser().parse_args(shlex.split(command)[1:])
+    config = getattr(arguments, "config", None)
+    assert config is None or config in presets() or config == "my.toml"
+
+
+def test_the_python_code_runs_as_a_world_of_one() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Memory(parameters=" in done.stdout
+
+
+def test_every_file_of_the_map_exists() -> None:
+    for path in re.findall(r"`(zeroshard/[\w/.]+)`", README):
+        assert (ROOT / path).exists(), path
