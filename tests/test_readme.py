@@ -13,7 +13,8 @@ from zeroshard.train.job import presets
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+BLOCKS = [text for language, text in FENCED if not language]
 COMMANDS = [
     line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.startswith("zeroshard")
 ]
@@ -31,7 +32,7 @@ def test_every_command_is_one_that_exists(command: str) -> None:
 
 
 def test_the_python_code_runs_as_a_world_of_one() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = (text for language, text in FENCED if language == "python")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Memory(parameters=" in done.stdout
