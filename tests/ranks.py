@@ -24,7 +24,7 @@ PATIENCE = 120.0
 """Seconds after which a test that does not end on some rank fails, and the pool is replaced."""
 
 
-def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(world: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Runs a test's body on ``world`` ranks. Arguments come from pytest's parametrisation."""
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
@@ -68,7 +68,8 @@ class Pool:
         store = os.path.join(self._folder.name, f"store-{self._runs}")
         workers = self._workers[:world]
         for rank, (_, connection) in enumerate(workers):
-            job = (body.__code__.co_filename, body.__qualname__, arguments, rank, world, store)
+            names = (body.__code__.co_filename, body.__qualname__)
+            job = (*names, arguments, rank, world, store, expect_death is None)
             connection.send_bytes(pickle.dumps(job))
         results: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
@@ -108,7 +109,7 @@ def _serve(connection: Connection, path: list[str]) -> None:
     modules: dict[str, Any] = {}
     while True:
         try:
-            filename, name, arguments, rank, world, store = pickle.loads(connection.recv_bytes())
+            filename, name, arguments, rank, world, store, together = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
@@ -127,7 +128,8 @@ def _serve(connection: Connection, path: list[str]) -> None:
                 "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
             )
             value = body(**arguments)
-            dist.barrier()
+            if together:
+                dist.barrier()
             answer = (True, value)
         except BaseException:
             answer = (False, traceback.format_exc())

@@ -106,6 +106,10 @@ class FlatGradient:
 
     def reduce(self) -> None:
         """Starts averaging what this rank has over all ranks; a rank that has nothing contributes zeros."""
+        with torch.profiler.record_function(f"zeroshard.reduce {self.label}"):
+            self._inflight.append(self._start_reduction())
+
+    def _start_reduction(self) -> _Reduction:
         local, self._local, self.awaited = self._local, None, False
         if local is None:
             local = torch.zeros(self.layout.numel, dtype=self._reduce_dtype, device=self._fabric.device)
@@ -113,8 +117,7 @@ class FlatGradient:
             self._zero_unwritten(local)
         self._written = [False] * len(self._written)
         if self._fabric.world == 1:
-            self._inflight.append(_Reduction(None, local, local))
-            return
+            return _Reduction(None, local, local)
         local = local.to(self._reduce_dtype)
         lane = self._fabric.reduces
         if self._table.optimizer.extent is Extent.WHOLE:
@@ -125,7 +128,7 @@ class FlatGradient:
             else:
                 out = self._new(self.own.numel, self._reduce_dtype)
             pending = lane.reduce_scatter(local, out, self.label)
-        self._inflight.append(_Reduction(pending, local, out))
+        return _Reduction(pending, local, out)
 
     def settle(self) -> None:
         """Waits for reduces under way and puts their result where gradients live."""

@@ -1,0 +1,94 @@
+"""Ranks that do different things get an error that names rank, unit and cause; never a hang, never swapped data."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from tests.models import Block, batch, loss_of, net
+from tests.ranks import Pool, on_ranks
+
+SHORT = 2.0
+"""Seconds of stall_timeout: a healthy collective here takes milliseconds."""
+
+
+class Reordered(nn.Module):
+    """Rank 1 calls two equal-sized blocks in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(7) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [0, 1, 2, 3] if dist.get_rank() == 0 else [0, 2, 1, 3]
+        for number in order:
+            x = self.blocks[number](x)
+        return x
+
+
+@on_ranks(2)
+def test_another_order_of_units_in_stage_3_is_named_and_swaps_nothing() -> None:
+    model = Reordered()
+    model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, stall_timeout=SHORT)
+    with pytest.raises(zeroshard.StallError, match=r"rank \d .*all_gather blocks\.\d"):
+        model(batch(0)).sum().backward()
+
+
+@on_ranks(2)
+def test_another_order_of_units_in_stage_2_is_found_by_the_first_step() -> None:
+    model = Reordered()
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=2, stall_timeout=SHORT)
+    with pytest.raises((zeroshard.StallError, zeroshard.DisagreementError), match=r"reduce_scatter blocks\.\d"):
+        model(batch(0)).sum().backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_different_number_of_backward_passes_is_named() -> None:
+    model = net()
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=2, stall_timeout=SHORT)
+    with zeroshard.no_sync(model):
+        for micro in range(1 + dist.get_rank()):
+            loss_of(model, micro).backward()
+    with pytest.raises(zeroshard.DisagreementError, match="rank 0: 1, rank 1: 2"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_rank_that_misses_a_collective_is_named_after_stall_timeout() -> None:
+    model = net()
+    model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, stall_timeout=SHORT)
+    if dist.get_rank() == 0:
+        with pytest.raises(zeroshard.StallError, match=r"rank 0 waited for all_gather \(root\).*rank 1 is alive"):
+            loss_of(model, 0)
+    # Rank 1 is alive all the while, in the barrier at the end of every test.
+
+
+@pytest.mark.parametrize("how", ["killed", "exited"])
+def test_a_rank_that_was_killed_or_ended_is_named_by_the_others(how: str) -> None:
+    messages = Pool.shared().run(_lose_a_rank, 2, {"how": how}, expect_death=1)
+    assert "rank 1 has died or left" in messages[0]
+    assert "blocks." in messages[0] or "(root)" in messages[0]
+
+
+def _lose_a_rank(how: str) -> str:
+    model = net()
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, stall_timeout=SHORT)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)  # as after an exception that nobody caught
+    try:
+        loss_of(model, 1).backward()
+        optimizer.step()
+    except zeroshard.StallError as error:
+        return str(error)
+    return "no error"
