@@ -56,6 +56,7 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str]) -> int:
         _say("interrupted; all ranks of this node were stopped")
         return INTERRUPTED
     finally:
+        logging.disable(logging.NOTSET)
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a rank that died while it drew progress left the cursor hidden
     return 0
