@@ -12,6 +12,7 @@ reduce-scatter allocate a whole extra buffer and take 2-3 times as long), or the
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -280,7 +281,8 @@ class Fabric:
         if members is not None and self.world > 1:
             self.group, second = self._new_group(members), self._new_group(members)
             if self.backend != "fake":
-                self._watchdog = Watchdog.start(self.rank, self.world)
+                self._watchdog = Watchdog.start(self.rank, self.world, self.group.group_name)
+                weakref.finalize(self, self._watchdog.stop)
         self.gathers = Lane("gathers", self, self.group)
         self.reduces = Lane("reduces", self, second)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -300,10 +302,6 @@ class Fabric:
         if self._watchdog is None:
             return f"rank {self.rank} could not complete {where}"
         return self._watchdog.explain(where, self.stall_timeout)
-
-    def close(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Takes rank 0's values."""
@@ -333,6 +331,8 @@ class Fabric:
                 work = _work(dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group, async_op=True))
                 work.wait(self.patience)
             return [int(value) for value in host.tolist()]
+        if self.gathers.stream is not None:
+            self._side.wait_stream(self.gathers.stream)  # one order of operations in a group
         with torch.cuda.stream(self._side):
             on_device = host.pin_memory().to(self.device, non_blocking=True)
             dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self.group)

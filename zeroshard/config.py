@@ -131,10 +131,25 @@ class Precision:
         if isinstance(value, torch.dtype):
             return cls(parameters=value)
         if isinstance(value, str):
-            if value not in DTYPES:
-                raise ValueError(f"precision={value!r} is unknown{_nearest(value, DTYPES)}; known: {', '.join(DTYPES)}")
-            return cls(parameters=DTYPES[value])
+            return cls(parameters=_dtype("precision", value))
+        if isinstance(value, Mapping):
+            return cls._from_table(value)
         raise ValueError(f"precision={value!r} must be one of {', '.join(DTYPES)}, or a zeroshard.Precision")
+
+    @classmethod
+    def _from_table(cls, table: Mapping[str, Any]) -> Self:
+        """From a table of a configuration file, where dtypes are strings."""
+        known = [entry.name for entry in fields(cls)]
+        for name in table:
+            if name not in known:
+                raise ValueError(f"precision.{name} is unknown{_nearest(name, known)}; known: {', '.join(known)}")
+        values: dict[str, Any] = dict(table)
+        for name, value in table.items():
+            if isinstance(value, str):
+                values[name] = _dtype(f"precision.{name}", value)
+            elif isinstance(value, Mapping):
+                values[name] = LossScale(**value)
+        return cls(**values)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -225,6 +240,12 @@ def problems(options: Mapping[str, object], path: str) -> list[str]:
         except (ValueError, TypeError, RuntimeError) as error:
             found.append(f"{path}: {error}")
     return found
+
+
+def _dtype(name: str, value: str) -> torch.dtype:
+    if value not in DTYPES:
+        raise ValueError(f"{name}={value!r} is unknown{_nearest(value, DTYPES)}; known: {', '.join(DTYPES)}")
+    return DTYPES[value]
 
 
 def _nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:

@@ -160,14 +160,17 @@ class FlatGradient:
         values = self._held
         if not self.visible or self.unreduced or self._inflight or (values is not None and values.dtype != self.dtype):
             values = None
-        for index, parameter in enumerate(self.parameters):
-            if self.used[index] and self._shown[index] is None:
-                if values is not None:
-                    shown = self._slot(values, index)
-                else:
-                    shown = self._placeholders.gradient(parameter.shape, self.dtype)
-                parameter.grad = shown
-                self._shown[index] = (shown, compat.version(shown))
+        hidden = [index for index, used in enumerate(self.used) if used and self._shown[index] is None]
+        if not hidden:
+            return
+        if values is not None:
+            tensors = [self._slot(values, index) for index in hidden]
+        else:
+            shapes = [self.layout.slots[index].shape for index in hidden]
+            tensors = self._placeholders.gradients(shapes, self.dtype)
+        for index, tensor in zip(hidden, tensors, strict=True):
+            self.parameters[index].grad = tensor
+            self._shown[index] = (tensor, compat.version(tensor))
 
     def hide(self) -> None:
         """Takes ``parameter.grad`` back before autograd adds to it, and reads off it what the user did."""

@@ -59,7 +59,7 @@ def _initialise_on_meta(model: nn.Module, units: list[Unit], fabric: Fabric) -> 
                     _fill_with(flat, origins[flat])
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=fabric.device)
+                setattr(module, name, torch.empty_like(buffer, device=fabric.device))
         initialise(module)
         for unit in {owners[id(p)]: None for p in own[module]}:
             unfinished[unit].discard(module)
@@ -72,7 +72,7 @@ def _fill_with(flat: Flat, origin: Tensor) -> None:
     """Gives meta parameters memory without making new objects: the optimizer and the user hold the old ones."""
     for view, parameter in zip(flat.views_of(origin), flat.parameters, strict=True):
         with torch.no_grad():
-            real = nn.Parameter(view, requires_grad=parameter.requires_grad)
+            real = nn.Parameter(view.data, requires_grad=parameter.requires_grad)  # .data: a version of its own
         torch.utils.swap_tensors(parameter, real)
 
 

@@ -27,9 +27,10 @@ class Placeholders:
             self._scalars[dtype] = torch.full((), math.nan, dtype=dtype, device=self._device)
         return self._scalars[dtype].expand(tuple(shape))
 
-    def gradient(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """For a parameter's ``grad``. ``.data`` gives it a version of its own, which tells whether it was zeroed."""
-        return torch.full((), math.nan, dtype=dtype, device=self._device).expand(tuple(shape)).data
+    def gradients(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+        """For ``grad`` of some parameters. ``.data`` gives each a version of its own, which tells if it was zeroed."""
+        scalar = torch.full((), math.nan, dtype=dtype, device=self._device)
+        return [scalar.expand(tuple(shape)).data for shape in shapes]
 
     def intact(self) -> bool:
         """Whether nobody wrote to a released parameter. Waits for the device; repairs what it finds."""

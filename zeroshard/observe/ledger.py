@@ -8,13 +8,16 @@ from dataclasses import dataclass, fields
 from torch import Tensor, nn
 
 from ..comm import Traffic
+from ..config import Place
 from ..unit import Unit
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of this rank's model states, by kind."""
+    """Bytes of this rank's model states in one place, by kind."""
 
+    place: Place = Place.DEVICE
+    """Where they are. Everything is on the device until something is offloaded."""
     parameters: int = 0
     """Parameters at rest: whole, or this rank's shards."""
     gradients: int = 0
@@ -30,7 +33,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, entry.name) for entry in fields(self))
+        return sum(getattr(self, entry.name) for entry in fields(self) if entry.name != "place")
 
     @property
     def model_states(self) -> int:

@@ -6,7 +6,6 @@ still described, and a rank which died is known by its silence.
 
 from __future__ import annotations
 
-import atexit
 import json
 import threading
 import time
@@ -31,8 +30,6 @@ class Post(NamedTuple):
 class Watchdog:
     """Posts this rank's progress and explains a stall from everybody's."""
 
-    _serial = 0
-
     def __init__(self, store: Any, rank: int, world: int, name: str) -> None:
         self._store, self._rank, self._world, self._name = store, rank, world, name
         self._operations, self._where, self._beat = 0, "the start", 0
@@ -40,15 +37,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="zeroshard-watchdog", daemon=True)
 
     @classmethod
-    def start(cls, rank: int, world: int) -> Watchdog | None:
-        """None where the process group has no store to post to."""
-        store = compat.default_store()
-        if store is None:
-            return None
-        Watchdog._serial += 1  # every rank shards its models in the same order, so the names agree
-        watchdog = cls(store, rank, world, f"zeroshard/watchdog/{Watchdog._serial}")
+    def start(cls, rank: int, world: int, name: str) -> Watchdog:
+        """Begins to post. ``name`` is the same on all ranks, and no other group's."""
+        watchdog = cls(compat.default_store(), rank, world, f"zeroshard/{name}")
         watchdog._thread.start()
-        atexit.register(watchdog.stop)
         return watchdog
 
     def note(self, where: str) -> None:
@@ -57,8 +49,6 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=BEAT_SECONDS)
 
     def explain(self, waiting_in: str, timeout: float) -> str:
         """One sentence on which rank is missing; looks twice, some beats apart, to tell the silent from the slow."""

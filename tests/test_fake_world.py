@@ -1,0 +1,57 @@
+"""One rank of a large world on one process: sizes and volume are those of that world, values mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zeroshard
+from tests.models import loss_of, net
+
+
+@pytest.fixture
+def world_of_eight() -> Iterator[int]:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    yield 8
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_of_eight_holds_and_moves_what_the_paper_says(stage: int, world_of_eight: int) -> None:
+    model = net(width=64, depth=6)
+    psi = sum(p.numel() for p in model.parameters())
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=stage, precision="bf16")
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = zeroshard.stats(model)
+    assert stats.memory_at_step is not None
+    world = world_of_eight
+    expected = (
+        2 * psi / (world if stage == 3 else 1)
+        + 2 * psi / (world if stage >= 2 else 1)
+        + 12 * psi / (world if stage >= 1 else 1)
+    )
+    assert stats.memory_at_step.model_states == pytest.approx(expected, rel=0.03)  # padding of small tensors
+    factor = 2 if stage < 3 else 3 - stats.kept_parameters / stats.padded_parameters
+    assert stats.volume_elements == pytest.approx(factor * stats.padded_parameters)
+
+
+def test_without_a_process_group_it_is_a_world_of_one_and_parameters_stay_readable() -> None:
+    for stage in (0, 1, 2, 3):
+        model, plain = net(), net()
+        other = torch.optim.AdamW(plain.parameters())
+        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=stage)
+        for step in range(3):
+            for each, each_optimizer in ((model, optimizer), (plain, other)):
+                loss_of(each, step).backward()
+                each_optimizer.step()
+                each_optimizer.zero_grad()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert zeroshard.stats(model).volume == {}
