@@ -184,7 +184,9 @@ def test_without_precision_parameters_keep_their_dtypes_and_get_no_master() -> N
 
         model.blocks[1].register_forward_pre_hook(widen)
         model.blocks[1].register_forward_hook(lambda module, args, output: output.float())
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), stage=stage)
+        model, optimizer = zeroshard.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), stage=stage
+        )
         run(model, optimizer, steps=2)
         state = zeroshard.full_state_dict(model)
         assert state["blocks.1.up.weight"].dtype is torch.bfloat16

@@ -19,7 +19,9 @@ def build(model: nn.Module, **options: Any) -> tuple[Any, Any]:
     return zeroshard.shard(model, torch.optim.AdamW(trained), **options)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, micro_batches: int = 1, delay: bool = False) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, micro_batches: int = 1, delay: bool = False
+) -> None:
     for micro in range(micro_batches):
         with zeroshard.no_sync(model) if delay and micro < micro_batches - 1 else nullcontext():
             loss_of(model, number * 10 + micro).backward()
@@ -52,7 +54,11 @@ def test_stages_0_to_2_move_two_psi_and_stage_3_three_less_what_is_kept(precisio
 
 @on_ranks(2)
 def test_each_stage_uses_the_collectives_of_the_paper() -> None:
-    for stage, kinds in ((0, {"all_reduce"}), (1, {"reduce_scatter", "all_gather"}), (2, {"reduce_scatter", "all_gather"})):
+    for stage, kinds in (
+        (0, {"all_reduce"}),
+        (1, {"reduce_scatter", "all_gather"}),
+        (2, {"reduce_scatter", "all_gather"}),
+    ):
         stats = settled_volume(*build(net(), stage=stage))
         assert set(stats.volume) == kinds
     stats = settled_volume(*build(net(), stage=3, keep=()))
