@@ -35,7 +35,7 @@ def test_the_python_code_runs_as_a_world_of_one() -> None:
     (code,) = (text for language, text in FENCED if language == "python")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Memory(parameters=" in done.stdout
+    assert "optimizer_states=" in done.stdout
 
 
 def test_every_file_of_the_map_exists() -> None:
