@@ -32,7 +32,7 @@ class TrainConfig:
     steps: int = 160
     batch: int = 4
     """Sequences per rank and step."""
-    lr: float = 1.5e-3
+    lr: float = 8e-4
     """The highest learning rate, reached after the warm-up and followed by a cosine to a tenth of it."""
     warmup: float = 0.1
     """The share of the steps over which the learning rate rises linearly."""
