@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +21,16 @@ def in_backward() -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the backward pass that is running now has ended. DDP and FSDP use the same queue."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_UNLABELLED = nullcontext()
+
+
+def label(name: str) -> AbstractContextManager[Any]:
+    """A name for a phase in the profiler's trace. Costs nothing while no profiler runs; the public one 10 µs."""
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return torch.profiler.record_function(name)
+    return _UNLABELLED
 
 
 def version(tensor: Tensor) -> int:

@@ -106,7 +106,7 @@ class FlatGradient:
 
     def reduce(self) -> None:
         """Starts averaging what this rank has over all ranks; a rank that has nothing contributes zeros."""
-        with torch.profiler.record_function(f"zeroshard.reduce {self.label}"):
+        with compat.label(f"zeroshard.reduce {self.label}"):
             self._inflight.append(self._start_reduction())
 
     def _start_reduction(self) -> _Reduction:
@@ -136,7 +136,7 @@ class FlatGradient:
             reduction = self._inflight.pop(0)
             if reduction.pending is not None:
                 reduction.pending.wait()
-            with torch.profiler.record_function(f"zeroshard.stash {self.label}"):
+            with compat.label(f"zeroshard.stash {self.label}"):
                 self._put(reduction.out)
 
     def _put(self, out: Tensor) -> None:
@@ -238,8 +238,7 @@ class FlatGradient:
         return torch.empty(numel, dtype=dtype, device=self._fabric.device)
 
     def _slot(self, whole: Tensor, index: int) -> Tensor:
-        slot = self.layout.slots[index]
-        return whole[slot.start : slot.stop].view(slot.shape)
+        return self.layout.slots[index].view(whole)
 
     def _zero_unwritten(self, local: Tensor) -> None:
         for index, slot in enumerate(self.layout.slots):

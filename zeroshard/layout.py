@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 ALIGNMENT = 64
 """Every parameter and every shard starts at a multiple of this: 128 bytes in 16 bit, and more in wider types."""
@@ -50,6 +50,11 @@ class Slot(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + self.numel
+
+    def view(self, whole: Tensor) -> Tensor:
+        """The parameter as a view of a whole flat."""
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        return whole.as_strided(self.shape, strides, self.start)
 
 
 class Piece(NamedTuple):

@@ -154,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- update ---------------------------------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        with torch.profiler.record_function("zeroshard.agree"):
+        with compat.label("zeroshard.agree"):
             if self._reducer.agree():
                 self._norm_now = None
 
@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _norm(self) -> Tensor:
         if self._norm_now is None:
-            with torch.profiler.record_function("zeroshard.norm"):
+            with compat.label("zeroshard.norm"):
                 norm = global_norm(self._reducer.flats, self._fabric)
                 self._norm_now = norm if self._scaler is None else norm / self._scaler.scale
                 self.grad_norm = self._norm_now
@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradient = buffers.take(flat.master_dtype)
         if gradient is None or not any(buffers.used):
             return
-        with torch.profiler.record_function(f"zeroshard.update {flat.label}"):
+        with compat.label(f"zeroshard.update {flat.label}"):
             if self._factor is not None:
                 # An accumulator or an fp32 stash is ours alone by now: scaled where it is.
                 gradient.mul_(self._factor)
@@ -309,7 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat_value = self._gather_named(flat, name)
             for index, slot in enumerate(flat.layout.slots):
                 if whole.get(index):
-                    whole[index][name] = flat_value[slot.start : slot.stop].view(slot.shape).clone()
+                    whole[index][name] = slot.view(flat_value).clone()
         return {index: state for index, state in whole.items() if state}
 
     def _gather_named(self, flat: Flat, name: str) -> Tensor:

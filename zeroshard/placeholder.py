@@ -2,7 +2,8 @@
 
 A freed storage behind a live tensor crashes the process when it is read, and an old value misleads silently. A
 placeholder does neither: shape and dtype are right, reading gives NaN, in-place arithmetic raises. Two ways to write
-are not refused by torch, ``fill_`` and its kin and anything through ``.data``; ``intact`` finds them out later.
+are not refused by torch: ``fill_`` and its kin, which count as a write and are found out by the parameter's version,
+and anything through ``.data`` or numpy, which ``check`` finds out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Placeholders:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._scalars: dict[torch.dtype, Tensor] = {}
+        self._last_look: tuple[list[Tensor], torch.cuda.Event] | None = None
 
     def parameter(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """For a parameter's data. Shares one scalar, so that a thousand released parameters cost four bytes."""
@@ -32,11 +34,29 @@ class Placeholders:
         scalar = torch.full((), math.nan, dtype=dtype, device=self._device)
         return [scalar.expand(tuple(shape)).data for shape in shapes]
 
-    def intact(self) -> bool:
-        """Whether nobody wrote to a released parameter. Waits for the device; repairs what it finds."""
-        good = True
+    def repair(self) -> None:
+        """Makes all of them NaN again."""
         for scalar in self._scalars.values():
-            if not math.isnan(float(scalar)):
-                scalar.fill_(math.nan)
-                good = False
-        return good
+            scalar.fill_(math.nan)
+
+    def check(self) -> None:
+        """Raises if somebody wrote to one behind autograd's back. On CUDA it looks at what the last call saw.
+
+        (Looking at the value of now would wait for the device.)
+        """
+        seen = [scalar.to("cpu", non_blocking=True) for scalar in self._scalars.values()]
+        if self._device.type == "cuda":
+            look = (seen, torch.cuda.Event())
+            look[1].record()
+            before, self._last_look = self._last_look, look
+            if before is None:
+                return
+            before[1].synchronize()
+            seen = before[0]
+        if not all(math.isnan(value) for value in map(float, seen)):
+            self.repair()
+            self._last_look = None
+            raise RuntimeError(
+                "a parameter was written to, through .data or numpy, while its value was not here, so the write is "
+                "lost; write inside `with zeroshard.gathered(model, write=True):`"
+            )

@@ -139,6 +139,7 @@ class Runtime:
         return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
 
     def _before_step(self) -> None:
+        self.placeholders.check()
         self._memory_at_step = self._measure()
 
     def _after_step(self) -> None:

@@ -239,7 +239,7 @@ class Schedule:
     def _end_backward(self) -> None:
         if not self._backward_running:
             return
-        with torch.profiler.record_function("zeroshard.end_backward"):
+        with compat.label("zeroshard.end_backward"):
             self._backward_running = False
             self._backward.end()
             self._in_backward.clear()

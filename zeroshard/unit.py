@@ -84,6 +84,7 @@ class Flat:
         self.master: Tensor
         self.pieces: list[MasterPiece] = []
         self._views: list[Tensor] = []
+        self._stand_ins = [placeholders.parameter(slot.shape, self.dtype) for slot in self.layout.slots]
         self.gradient: FlatGradient | None = None
         if self.trainable:
             self.gradient = FlatGradient(
@@ -111,7 +112,7 @@ class Flat:
 
     def views_of(self, whole: Tensor) -> list[Tensor]:
         """The parameters as views of a whole flat."""
-        return [whole[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots]
+        return [slot.view(whole) for slot in self.layout.slots]
 
     def adopt(self, origin: Tensor) -> None:
         """Takes rank 0's first values: what this rank keeps is cut out of them, and parameters point here from now."""
@@ -141,7 +142,7 @@ class Flat:
         if self.presence is not Presence.RELEASED:
             return
         lane = self._fabric.gathers
-        with torch.profiler.record_function(f"zeroshard.gather {self.label}"):
+        with compat.label(f"zeroshard.gather {self.label}"):
             if lane.stream is not None:
                 # The memory may have been released by the device's work so far; the lane waits for that.
                 lane.stream.wait_stream(torch.cuda.current_stream())
@@ -156,7 +157,7 @@ class Flat:
         assert self.presence is not Presence.RELEASED, f"{self.label} was not gathered"
         if self.presence is Presence.UNDER_WAY:
             if self._pending is not None:
-                with torch.profiler.record_function(f"zeroshard.wait {self.label}"):
+                with compat.label(f"zeroshard.wait {self.label}"):
                     self._pending.wait()
                 self._pending = None
             self.check_unwritten()
@@ -180,7 +181,7 @@ class Flat:
 
     def publish(self) -> None:
         """Makes an updated master visible: into the parameters' dtype, and to the other ranks where they are whole."""
-        with torch.profiler.record_function(f"zeroshard.publish {self.label}"):
+        with compat.label(f"zeroshard.publish {self.label}"):
             if self.separate_master:
                 target = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
                 target.copy_(self.master)
@@ -217,7 +218,7 @@ class Flat:
         self._versions = self._versions_now()
 
     def _point_at_placeholders(self) -> None:
-        self._point([self._placeholders.parameter(slot.shape, self.dtype) for slot in self.layout.slots])
+        self._point(self._stand_ins)
 
     def _versions_now(self) -> list[int]:
         return [compat.version(parameter) for parameter in self.parameters]
@@ -236,7 +237,7 @@ class Flat:
                 )
             if compat.version(parameter) != before:
                 self._versions = self._versions_now()
-                self._placeholders.intact()
+                self._placeholders.repair()
                 raise RuntimeError(
                     f"parameter {slot.name!r} was written to where the write would be lost; "
                     "write inside `with zeroshard.gathered(model, write=True):`"

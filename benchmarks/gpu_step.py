@@ -1,0 +1,196 @@
+"""Time and peak memory of a training step on one GPU, side by side with plain torch and FSDP2, in one process.
+
+    python benchmarks/gpu_step.py [--layers 48] [--hidden 1600] [--batch 8] [--steps 8] [--out results.json]
+
+Worlds larger than one are fake process groups: this rank's kernels and memory are real, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zeroshard
+from zeroshard.train.gpt import GPT, Block, ModelConfig
+
+Step = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one way of training cost."""
+
+    name: str
+    world: int
+    seconds: float
+    peak_gib: float
+    at_rest_gib: float
+
+
+@contextmanager
+def world_of(size: int) -> Iterator[None]:
+    """A fake process group of ``size`` ranks; none for one."""
+    if size == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def plain(config: ModelConfig) -> Step:
+    """Mixed precision by hand, all on the GPU: bf16 model, fp32 masters, foreach AdamW, clipping."""
+    with torch.device("cuda"):
+        model = GPT(config).bfloat16()
+    parameters = list(model.parameters())
+    masters = [p.detach().float() for p in parameters]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        model(tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.grad = parameter.grad.float()  # type: ignore[union-attr]
+            parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+
+    return step
+
+
+def fsdp2(config: ModelConfig) -> Step:
+    """FSDP2 with bf16 compute and reduction, a group a block."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with torch.device("cuda"):
+        model = GPT(config)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        model(tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def sharded(stage: int) -> Callable[[ModelConfig], Step]:
+    """Zeroshard at one stage."""
+
+    def build(config: ModelConfig) -> Step:
+        with torch.device("meta"):
+            model = GPT(config)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+        model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision="bf16", clip_grad_norm=1.0)
+
+        def step(tokens: Tensor, targets: Tensor) -> None:
+            model(tokens, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return build
+
+
+def measure(name: str, world: int, build: Callable[[ModelConfig], Step], config: ModelConfig, args: Any) -> Result:
+    """Median over steps, by events on the device."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, config.vocabulary, (args.batch, config.sequence), device="cuda")
+    targets = torch.randint(0, config.vocabulary, (args.batch, config.sequence), device="cuda")
+    gc.collect()
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    with world_of(world):
+        step = build(config)
+        for _ in range(3):
+            step(tokens, targets)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        rest = torch.cuda.memory_allocated()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(args.steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step(tokens, targets)
+            event.record()
+        torch.cuda.synchronize()
+        seconds = statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False))
+        peak = torch.cuda.max_memory_allocated()
+        if args.profile and args.profile in f"{name}@{world}":
+            with torch.profiler.profile() as profile:
+                step(tokens, targets)
+                torch.cuda.synchronize()
+            profile.export_chrome_trace(f"{args.out}.{name.replace(' ', '-')}.trace.json")
+            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+        del step
+    gc.collect()
+    return Result(name, world, seconds, (peak - base) / 2**30, (rest - base) / 2**30)
+
+
+def main() -> None:
+    """Runs every variant and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--hidden", type=int, default=1600)
+    parser.add_argument("--heads", type=int, default=25)
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=50304)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--only", default="", help="run variants whose name contains this")
+    parser.add_argument("--profile", default="", help="profile the variant name@world that contains this")
+    parser.add_argument("--out", default="gpu_step.json")
+    args = parser.parse_args()
+    config = ModelConfig(
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.heads,
+        sequence=args.sequence,
+        vocabulary=args.vocabulary,
+        checkpointing=True,
+    )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Ψ = {config.parameters / 1e9:.3f}B")
+    results = []
+    for world in args.worlds:
+        variants: list[tuple[str, Callable[[ModelConfig], Step]]] = [("plain", plain)] if world == 1 else []
+        variants += [("fsdp2", fsdp2)] if world > 1 else []
+        variants += [(f"zeroshard stage {stage}", sharded(stage)) for stage in ((0, 3) if world == 1 else (0, 1, 2, 3))]
+        for name, build in variants:
+            if args.only in name:
+                try:
+                    results.append(measure(name, world, build, config, args))
+                except torch.cuda.OutOfMemoryError:
+                    print(f"{name} @ {world}: out of memory")
+                    continue
+                last = results[-1]
+                print(
+                    f"{name:20} world {world}: {last.seconds:.4f} s  peak {last.peak_gib:.2f} GiB  at rest {last.at_rest_gib:.2f}"
+                )
+    with open(args.out, "w") as file:
+        json.dump([asdict(result) for result in results], file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
