@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -135,7 +136,7 @@ def measure(name: str, world: int, build: Callable[[ModelConfig], Step], config:
             step(tokens, targets)
             event.record()
         torch.cuda.synchronize()
-        seconds = statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False))
+        seconds = statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
         peak = torch.cuda.max_memory_allocated()
         if args.profile and args.profile in f"{name}@{world}":
             with torch.profiler.profile() as profile:
@@ -185,9 +186,8 @@ def main() -> None:
                     print(f"{name} @ {world}: out of memory")
                     continue
                 last = results[-1]
-                print(
-                    f"{name:20} world {world}: {last.seconds:.4f} s  peak {last.peak_gib:.2f} GiB  at rest {last.at_rest_gib:.2f}"
-                )
+                memory = f"peak {last.peak_gib:.2f} GiB  at rest {last.at_rest_gib:.2f}"
+                print(f"{name:20} world {world}: {last.seconds:.4f} s  {memory}")
     with open(args.out, "w") as file:
         json.dump([asdict(result) for result in results], file, indent=1)
 

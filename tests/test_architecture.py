@@ -21,6 +21,7 @@ LAYERS = [
     {"gradient"},
     {"placeholder", "comm"},
     {"observe.watchdog"},
+    {"hook"},
     {"layout", "config", "compat", "machine"},
 ]
 """Upper layers import lower ones, never the other way round, and nothing imports its equals."""

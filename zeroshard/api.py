@@ -43,7 +43,7 @@ def shard(
     config = Config.parse(options)
     _check_model(model)
     if optimizer is None:
-        _check_frozen(model)
+        _check_frozen(model, config)
     else:
         _check_optimizer(model, optimizer, config)
     device = _choose_device(model, config)
@@ -77,7 +77,7 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: 
     parameters = list(what.parameters()) if isinstance(what, nn.Module) else list(what)
     with ExitStack() as stack:
         for runtime, units in runtimes_of_parameters(parameters).items():
-            stack.enter_context(runtime.gathered(units, write))
+            stack.enter_context(runtime.gathered(units, write=write, lend=True))
         yield
 
 
@@ -87,10 +87,12 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
     Gathers one unit at a time. Collective: call it on all ranks.
     """
     runtime = runtime_of(model)
+    if rank is not None and not 0 <= rank < runtime.fabric.world:
+        raise ValueError(f"rank={rank} does not exist in a world of {runtime.fabric.world}")
     wanted = rank is None or rank == runtime.fabric.rank
     values: dict[int, Tensor] = {}
     for unit in runtime.units:
-        with runtime.gathered([unit], write=False):
+        with runtime.gathered([unit]):
             if wanted:
                 for flat in unit.flats:
                     values |= {id(p): p.detach().to("cpu", copy=True) for p in flat.parameters}
@@ -134,7 +136,7 @@ def stats(model: nn.Module) -> Stats:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if any(is_sharded(module) for module in model.modules()):
+    if is_sharded(model):
         raise ValueError("the model, or a part of it, is sharded already; call shard() once, on the whole model")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to shard")
@@ -148,13 +150,21 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be sharded; build it with sparse=False")
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() and parameter.requires_grad:
+        if not parameter.is_floating_point():
             raise ValueError(
-                f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters can be sharded"
+                f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters can be sharded, so make "
+                "it a buffer"
             )
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise ValueError(f"buffer {name!r} is on the meta device, the parameters are not; give it values")
 
 
-def _check_frozen(model: nn.Module) -> None:
+def _check_frozen(model: nn.Module, config: Config) -> None:
+    for name, given in (("clip_grad_norm", config.clip_grad_norm is not None), ("elementwise", config.elementwise)):
+        if given:
+            raise ValueError(f"{name}={getattr(config, name)!r} has no effect without an optimizer; leave it out")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if trained:
         raise ValueError(
@@ -182,6 +192,8 @@ def _choose_device(model: nn.Module, config: Config) -> torch.device:
         device = next(model.parameters()).device
         if device.type in ("cpu", "meta"):
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r} is not there: this torch sees no GPU; leave device= out")
     if device.type == "cuda" and device.index is None:
         local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
         if local >= torch.cuda.device_count():
@@ -204,11 +216,15 @@ def _check_same_everywhere(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
 ) -> None:
     """Ranks that shard different things would swap data silently later on; they are told apart here."""
-    groups = [] if optimizer is None else [len(group["params"]) for group in optimizer.param_groups]
-    facts = [repr(config), f"optimizer {type(optimizer).__name__} with groups of {groups}"]
+    groups = [] if optimizer is None else optimizer.param_groups
+    group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    settings = [{k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)} for group in groups]
+    facts = [repr(config), f"optimizer {type(optimizer).__name__} with groups {settings}"]
     for name, parameter in model.named_parameters():
         trained = "trained" if parameter.requires_grad else "frozen"
-        facts.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {trained}")
+        member = f"in group {group_of[id(parameter)]}" if id(parameter) in group_of else "in no group"
+        facts.append(f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {trained}, {member}")
+    facts += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     everybody = fabric.gather_objects(facts)
     for rank, theirs in enumerate(everybody):
         for zeroth, other in zip(everybody[0], theirs, strict=False):
@@ -218,6 +234,6 @@ def _check_same_everywhere(
                 )
         if len(theirs) != len(everybody[0]):
             raise DisagreementError(
-                f"ranks were given different models: rank 0 has {len(everybody[0]) - 2} parameters, rank {rank} has "
-                f"{len(theirs) - 2}"
+                f"ranks were given different models: rank 0 has {len(everybody[0]) - 2} parameters and buffers, "
+                f"rank {rank} has {len(theirs) - 2}"
             )

@@ -60,19 +60,9 @@ def adopt_step_hooks(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> 
     new._optimizer_step_post_hooks.update(old._optimizer_step_post_hooks)
 
 
-def guard_conversion(module: nn.Module, allowed: Callable[[Callable[[Tensor], Tensor]], bool], message: str) -> None:
-    """Makes ``.to()``, ``.half()``, ``.cuda()`` and their kin raise on one module, unless they change nothing.
-
-    All of them go through ``_apply``; there is no public place to stand.
-    """
-    original: Callable[..., nn.Module] = module._apply
-
-    def checked(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if not allowed(function):
-            raise RuntimeError(message)
-        return original(function, recurse)
-
-    module._apply = checked  # type: ignore[method-assign]
+def wrap_conversion(module: nn.Module, wrap: Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]) -> None:
+    """Wraps what ``.to()``, ``.half()``, ``.cuda()`` and their kin go through on one module; no public name does."""
+    module._apply = wrap(module._apply)  # type: ignore[method-assign]
 
 
 def prepare_for_writing(tensors: list[Tensor]) -> None:

@@ -6,6 +6,7 @@ The table is the whole idea of ZeRO (DESIGN: "One idea"). The runtime consults i
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -13,6 +14,10 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STAGE_3_ONLY = ("keep", "prefetch")
+LONGEST_STALL = 365.0 * 24 * 3600
 
 
 class Extent(Enum):
@@ -77,8 +82,7 @@ class LossScale:
             _require_positive(f"loss_scale.{name}", getattr(self, name))
         if self.factor <= 1:
             raise ValueError(f"loss_scale.factor={self.factor} must be above 1")
-        if self.growth_interval < 1:
-            raise ValueError(f"loss_scale.growth_interval={self.growth_interval} must be at least 1")
+        _require_count("loss_scale.growth_interval", self.growth_interval, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +108,13 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("parameters", "reduce", "accumulate", "output"):
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"precision.{name}={dtype!r} must be a floating-point torch.dtype")
+            if dtype not in (*DTYPES.values(), torch.float64) and (dtype is not None or name == "accumulate"):
+                raise ValueError(
+                    f"precision.{name}={dtype!r} must be a torch.dtype of at least 16 bits, or a name of it"
+                )
+        _require_flag("precision.cast_inputs", self.cast_inputs)
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise ValueError(f"precision.loss_scale={self.loss_scale!r} must be a zeroshard.LossScale")
         if self.parameters is torch.float16:
             if self.loss_scale is None:
                 object.__setattr__(self, "loss_scale", LossScale())
@@ -152,9 +161,6 @@ class Precision:
         return cls(**values)
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Every option of ``shard()``. A field either has an effect or is refused, with the remedy."""
@@ -164,7 +170,10 @@ class Config:
     precision: Precision = field(default_factory=Precision)
     """Dtypes: "fp32", "bf16", "fp16" or a ``Precision``. None keeps each parameter's own."""
     clip_grad_norm: float | None = None
-    """Every ``step()`` scales the gradients down to this global norm. Reported in ``stats(model).grad_norm``."""
+    """Every ``step()`` scales the gradients down to this global norm, and reports it in ``stats(model).grad_norm``.
+
+    ``math.inf`` reports it and clips nothing.
+    """
     units: tuple[str | type[nn.Module], ...] | None = None
     """Modules (names, wildcards allowed, or classes) that form units; by default the repeated blocks are found."""
     max_unit_bytes: int = 1 << 30
@@ -185,33 +194,27 @@ class Config:
             raise ValueError(f"stage={self.stage!r} must be 0, 1, 2 or 3")
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision.parse(self.precision))
-        if self.clip_grad_norm is not None:
+        if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:
             _require_positive("clip_grad_norm", self.clip_grad_norm)
         _require_positive("stall_timeout", self.stall_timeout)
-        if isinstance(self.max_unit_bytes, bool) or not isinstance(self.max_unit_bytes, int) or self.max_unit_bytes < 1:
-            raise ValueError(f"max_unit_bytes={self.max_unit_bytes!r} must be a positive number of bytes")
+        if self.stall_timeout > LONGEST_STALL:
+            raise ValueError(f"stall_timeout={self.stall_timeout!r} must be at most {LONGEST_STALL:g} seconds, a year")
+        _require_count("max_unit_bytes", self.max_unit_bytes, least=1)
         if self.units is not None:
             object.__setattr__(self, "units", _sequence("units", self.units, (str, type)))
         if self.keep is not None:
             object.__setattr__(self, "keep", _sequence("keep", self.keep, (str,)))
-        if self.prefetch is not None and (
-            isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0
-        ):
-            raise ValueError(f"prefetch={self.prefetch!r} must be 0 or more units")
-        if not isinstance(self.elementwise, bool):
-            raise ValueError(f"elementwise={self.elementwise!r} must be True or False")
+        if self.prefetch is not None:
+            _require_count("prefetch", self.prefetch, least=0)
+        _require_flag("elementwise", self.elementwise)
         if self.device is not None:
             object.__setattr__(self, "device", torch.device(self.device))
-        self._refuse_without_effect()
-
-    def _refuse_without_effect(self) -> None:
+            if self.device.type not in ("cpu", "cuda"):
+                raise ValueError(f"device={str(self.device)!r} cannot train; use a CPU or CUDA device")
         if self.stage < 3:
-            for name in ("keep", "prefetch"):
+            for name in STAGE_3_ONLY:
                 if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no effect in stage {self.stage}, where parameters are "
-                        "whole at rest; leave it out or use stage=3"
-                    )
+                    raise ValueError(_without_effect(name, getattr(self, name), self.stage))
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
@@ -228,18 +231,24 @@ def problems(options: Mapping[str, object], path: str) -> list[str]:
     known = [entry.name for entry in fields(Config)]
     found = [f"{path}.{name}: unknown key{_nearest(name, known)}" for name in options if name not in known]
     base: Any = Config()
+    stage = options.get("stage", base.stage)
     for name, value in options.items():
         if name in known:
             try:
                 replace(base, **{name: value})
             except (ValueError, TypeError, RuntimeError) as error:
                 found.append(f"{path}.{name}: {error}")
-    if not found:
-        try:
-            Config.parse(options)
-        except (ValueError, TypeError, RuntimeError) as error:
-            found.append(f"{path}: {error}")
+            else:
+                if name in STAGE_3_ONLY and value is not None and stage in (0, 1, 2):
+                    found.append(f"{path}.{name}: {_without_effect(name, value, stage)}")
     return found
+
+
+def _without_effect(name: str, value: object, stage: object) -> str:
+    return (
+        f"{name}={value!r} has no effect in stage {stage}, where parameters are whole at rest; "
+        "leave it out or use stage=3"
+    )
 
 
 def _dtype(name: str, value: str) -> torch.dtype:
@@ -254,8 +263,18 @@ def _nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def _require_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r} must be a positive number")
+
+
+def _require_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number, at least {least}")
+
+
+def _require_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def _sequence(name: str, value: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:

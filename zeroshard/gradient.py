@@ -11,6 +11,7 @@ the gradient. It shows the gradient itself where that is whole, averaged and uns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,7 @@ class FlatGradient:
         self._inflight: list[_Reduction] = []
         self._stash: Tensor | None = None
         self._accumulator: Tensor | None = None
+        self._factor: Tensor | None = None
         self._shown: list[tuple[Tensor, int] | None] = [None] * count
         self.used = [False] * count
         """Which parameters got a gradient since the last step: on this rank, and after the agreement on any."""
@@ -84,6 +86,9 @@ class FlatGradient:
         """A new backward pass: completeness is asked anew, and autograd gets ``parameter.grad`` to itself."""
         self.hide()
         self._fired.clear()
+        if self._factor is not None and self._held is not None:
+            self._held.mul_(self._factor)  # what comes now is not clipped by what was asked before
+        self._factor = None
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Takes one parameter's gradient from autograd. Additive: a parameter may come more than once."""
@@ -174,29 +179,65 @@ class FlatGradient:
 
     def hide(self) -> None:
         """Takes ``parameter.grad`` back before autograd adds to it, and reads off it what the user did."""
-        for index, entry in enumerate(self._shown):
+        for index, parameter in enumerate(self.parameters):
+            entry, self._shown[index] = self._shown[index], None
+            gradient, parameter.grad = parameter.grad, None
             if entry is None:
+                if gradient is not None:
+                    self._take_from_user(index, gradient)
                 continue
             shown, version = entry
-            parameter, self._shown[index] = self.parameters[index], None
-            gradient, parameter.grad = parameter.grad, None
-            held = self._held
-            real = self.visible and held is not None and shown.data_ptr() == self._slot(held, index).data_ptr()
-            if gradient is None or (not real and gradient is shown and compat.version(shown) != version):
+            if gradient is None:
                 self._discard(index)
             elif gradient is not shown:
-                if not real:
-                    raise RuntimeError(
-                        f"the gradient of {self.layout.slots[index].name!r} was assigned by hand, but gradients are "
-                        "sharded or scaled here and it would be lost; change the loss instead, or use stage=0 without "
-                        "loss scaling"
-                    )
-                assert held is not None
-                self._slot(held, index).copy_(gradient)
+                self._take_from_user(index, gradient)
+            elif not self._shows_values(index, shown) and self._touched(index, shown, version):
+                self._discard(index)
+
+    def _shows_values(self, index: int, shown: Tensor) -> bool:
+        held = self._held
+        return self.visible and held is not None and shown.data_ptr() == self._slot(held, index).data_ptr()
+
+    def _touched(self, index: int, shown: Tensor, version: int) -> bool:
+        """Whether a placeholder was zeroed. Its value is looked at only where that costs no wait, or is called for."""
+        if compat.version(shown) == version and (shown.is_cuda or not shown.numel()):
+            return False
+        value = float(shown.flatten()[0]) if shown.numel() else 0.0
+        if compat.version(shown) == version and math.isnan(value):
+            return False
+        if value != 0:
+            raise RuntimeError(
+                f"the gradient of {self.layout.slots[index].name!r} was changed in place, but gradients are sharded or "
+                "scaled here and the change would be lost; clip with clip_grad_norm= or optimizer.clip_grad_norm_()"
+            )
+        return True
+
+    def _take_from_user(self, index: int, gradient: Tensor) -> None:
+        if not self.visible:
+            raise RuntimeError(
+                f"the gradient of {self.layout.slots[index].name!r} was assigned by hand, but gradients are sharded or "
+                "scaled here and it would be lost; change the loss instead, or use stage=0 without loss scaling"
+            )
+        self.settle()
+        if self._held is None:
+            self._stash = torch.zeros(self.layout.numel, dtype=self.dtype, device=self._fabric.device)
+        assert self._held is not None
+        self._slot(self._held, index).copy_(gradient)
+        self.used[index] = True
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiplies the averaged gradient when it is next touched, so that clipping costs no pass of its own."""
+        self._factor = factor if self._factor is None else self._factor * factor
 
     def take(self, dtype: torch.dtype) -> Tensor | None:
         """The averaged gradient of this rank's range for the optimizer; None if there is none."""
-        return None if self._held is None else self._held.to(dtype)
+        if self._held is None:
+            return None
+        gradient = self._held.to(dtype)
+        if self._factor is not None:
+            gradient.mul_(self._factor)
+            self._factor = None
+        return gradient
 
     def norm_squared(self, shard: Range) -> Tensor | None:
         """Sum of squares, in fp64, of this rank's shard of the gradient: the same slices in every stage."""
@@ -204,7 +245,7 @@ class FlatGradient:
             return None
         part = self._held[shard.start - self.own.start : shard.stop - self.own.start]
         norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
-        return norm.square()
+        return norm.square() if self._factor is None else (norm * self._factor).square()
 
     def clear(self) -> None:
         """Forgets everything: after the optimizer has taken it, or when a backward failed."""
@@ -216,7 +257,7 @@ class FlatGradient:
             if entry is not None and self.parameters[index].grad is entry[0]:
                 self.parameters[index].grad = None
         count = len(self.parameters)
-        self._local = self._stash = self._accumulator = None
+        self._local = self._stash = self._accumulator = self._factor = None
         self.awaited = False
         self._fired.clear()
         self._shown, self._written, self.used = [None] * count, [False] * count, [False] * count
@@ -251,7 +292,7 @@ class FlatGradient:
         self.settle()  # or a reduce under way would bring the gradient back
         self.used[index] = False
         if not any(self.used):
-            self._local = self._stash = self._accumulator = None
+            self._local = self._stash = self._accumulator = self._factor = None
             self._written = [False] * len(self._written)
             return
         for piece in self.layout.pieces(self.own):

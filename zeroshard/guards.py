@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
+from .hook import Hook
 from .runtime import Runtime
 from .unit import Flat, Presence
 
@@ -22,16 +23,11 @@ def install(runtime: Runtime) -> None:
     for name, module in runtime.model.named_modules():
         flats = list(dict.fromkeys(flat_of[id(p)] for p in module.parameters(recurse=False)))
         if flats:
-            module.register_state_dict_pre_hook(partial(_before_state_dict, runtime, flats))
-            module.register_load_state_dict_pre_hook(partial(_before_load, flats))
-            module.register_load_state_dict_post_hook(partial(_after_load, flats))
+            module.register_state_dict_pre_hook(Hook(partial(_before_state_dict, runtime, flats)))
+            module.register_load_state_dict_pre_hook(Hook(partial(_before_load, flats)))
+            module.register_load_state_dict_post_hook(Hook(partial(_after_load, flats)))
         dtypes = {p.dtype for p in module.parameters()}
-        compat.guard_conversion(
-            module,
-            partial(_changes_nothing, device, dtypes),
-            f"{name or type(module).__name__!r} is sharded, so .to(), .half(), .cuda() and the like cannot convert it; "
-            "convert before zeroshard.shard(), or use precision= and device=",
-        )
+        compat.wrap_conversion(module, partial(_guarded, name or type(module).__name__, device, dtypes))
 
 
 @contextmanager
@@ -75,11 +71,26 @@ def _after_load(flats: list[Flat], module: nn.Module, incompatible_keys: Any) ->
                 flat.refresh_master()
 
 
+def _guarded(
+    name: str, device: torch.device, dtypes: set[torch.dtype], original: Callable[..., nn.Module]
+) -> Callable[..., nn.Module]:
+    def checked(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if not _changes_nothing(device, dtypes, function):
+            raise RuntimeError(
+                f"{name!r} is sharded, so .to(), .half(), .cuda() and the like cannot convert it; convert before "
+                "zeroshard.shard(), or use precision= and device="
+            )
+        return original(function, recurse)
+
+    return Hook(checked)
+
+
 def _changes_nothing(device: torch.device, dtypes: set[torch.dtype], function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a conversion leaves parameters as they are: tried on empty tensors."""
+    """Whether a conversion leaves parameters as they are: tried on small ones of each shape torch treats apart."""
     for dtype in dtypes:
-        probe = torch.empty(0, dtype=dtype, device=device)
-        result = function(probe)
-        if result.dtype is not dtype or result.device != probe.device or result.is_shared() != (device.type == "cuda"):
-            return False
+        for dimensions in (1, 4, 5):  # memory formats are for four and five
+            probe = torch.zeros([2] * dimensions, dtype=dtype, device=device)
+            shared = probe.is_shared()
+            if function(probe) is not probe or probe.is_shared() != shared:
+                return False
     return True

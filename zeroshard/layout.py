@@ -204,7 +204,7 @@ def divide_into_flats(
     sizes: Counter[tuple[torch.dtype, bool]] = Counter()
     for name, parameter in parameters:
         kind = (parameter.dtype, parameter.requires_grad)
-        size = parameter.numel() * (itemsize or parameter.element_size())
+        size = round_up(parameter.numel(), ALIGNMENT) * (itemsize or parameter.element_size())
         groups = kinds.setdefault(kind, [[]])
         if groups[-1] and sizes[kind] + size > max_bytes:
             groups.append([])
@@ -239,7 +239,7 @@ def _chosen_modules(model: nn.Module, chosen: Sequence[str | type[nn.Module]]) -
     picked: dict[str, nn.Module] = {}
     for choice in chosen:
         if isinstance(choice, str):
-            hits = {name: module for name, module in named.items() if name and fnmatch.fnmatchcase(name, choice)}
+            hits = {name: module for name, module in named.items() if name and _matches(name, choice)}
         else:
             hits = {name: module for name, module in named.items() if name and isinstance(module, choice)}
         if not hits:
@@ -253,6 +253,12 @@ def _chosen_modules(model: nn.Module, chosen: Sequence[str | type[nn.Module]]) -
         if inside is not None:
             raise ValueError(f"units names {name!r} and {inside!r}, which contains it; units cannot be nested")
     return [part for name, module in named.items() if name in picked for part in _callable_parts(module)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a dotted name fits a pattern whose wildcards each stand inside one part: ``blocks.*``."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _split(module: nn.Module, too_big: Callable[[nn.Module], bool]) -> list[nn.Module]:

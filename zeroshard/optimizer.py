@@ -40,6 +40,9 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers of torch that update an element from its own value, gradient and state alone."""
 
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""
+
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
 
@@ -48,6 +51,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, vouched: bool) -> None:
     """Only an optimizer that treats each element by itself gives the same result on shards."""
     kind = type(optimizer)
     if kind in ELEMENTWISE:
+        if vouched:
+            raise ValueError(f"elementwise=True has no effect: {kind.__name__} is known to be; leave it out")
         return
     if kind.__module__.startswith("torch.optim"):
         raise ValueError(
@@ -81,8 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._max_norm = config.clip_grad_norm
         self._flats = flats
         self._before_step, self._after_step = before_step, after_step
-        self._factor: Tensor | None = None
-        self._norm_now: Tensor | None = None
+        self._clipped = False
         self.grad_norm: Tensor | None = None
         """Global gradient norm before clipping, of the last step that computed it; on the device."""
         self.steps = 0
@@ -100,6 +104,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shard_state(original)
         self._complete = True
         original.register_step_pre_hook(_refuse_old_handle)
+        original.register_state_dict_pre_hook(_refuse_old_handle)
+        original.register_load_state_dict_pre_hook(_refuse_old_handle)
 
     # -- the user's side ------------------------------------------------------------------------------------------
 
@@ -115,18 +121,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for flat in self._flats:
+            flat.check_unwritten()
         self._agree()
         self._before_step()
         self.steps += 1
-        if self._max_norm is not None:
-            self._clip(self._max_norm)
-        if self._scaler is not None and self._overflowed(self._scaler):
-            self.skipped_steps += 1
-        else:
+        if self._prepare_gradients():
             for unit in self._schedule.forward_order:
                 for flat in unit.trainable_flats:
                     self._update(flat)
-        self._factor = self._norm_now = None
+        else:
+            self.skipped_steps += 1
         self._reducer.clear()
         self._schedule.forget_calls()
         compat.mark_stepped(self._original)
@@ -140,7 +145,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Call it on all ranks between backward and ``step()``; returns the norm before clipping.
         """
         self._agree()
-        norm = self._clip(max_norm)
+        norm = self._norm()
+        self._scale(clip_factor(norm, max_norm))
+        self._clipped = True
         self._reducer.show()
         return norm
 
@@ -156,43 +163,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _agree(self) -> None:
         with compat.label("zeroshard.agree"):
             if self._reducer.agree():
-                self._norm_now = None
+                self._clipped = False
 
-    def _clip(self, max_norm: float) -> Tensor:
+    def _prepare_gradients(self) -> bool:
+        """Clips and unscales, which waits for the device only with loss scaling; False if they overflowed."""
+        if self._max_norm is None and self._scaler is None:
+            return True
         norm = self._norm()
-        if self._factor is not None:
-            norm = norm * self._factor
-        factor = clip_factor(norm, max_norm)
-        self._factor = factor if self._factor is None else self._factor * factor
-        return norm
+        if self._scaler is not None:
+            scale = self._scaler.scale
+            overflowed = not math.isfinite(float(norm))
+            self._scaler.update(overflowed)
+            if overflowed:
+                return False
+            self._scale(torch.tensor(1.0 / scale, dtype=torch.float32, device=self._fabric.device))
+        if self._max_norm is not None:
+            self._scale(clip_factor(norm, self._max_norm))
+        return True
 
     def _norm(self) -> Tensor:
-        if self._norm_now is None:
-            with compat.label("zeroshard.norm"):
-                norm = global_norm(self._reducer.flats, self._fabric)
-                self._norm_now = norm if self._scaler is None else norm / self._scaler.scale
-                self.grad_norm = self._norm_now
-        return self._norm_now
+        with compat.label("zeroshard.norm"):
+            norm = global_norm(self._reducer.flats, self._fabric)
+            if self._scaler is not None:
+                norm = norm / self._scaler.scale
+            if not self._clipped:
+                self.grad_norm = norm
+            return norm
 
-    def _overflowed(self, scaler: LossScaler) -> bool:
-        overflowed = not math.isfinite(float(self._norm()))
-        if not overflowed:
-            unscale = torch.tensor(1.0 / scaler.scale, dtype=torch.float32, device=self._fabric.device)
-            self._factor = unscale if self._factor is None else self._factor * unscale
-        scaler.update(overflowed)
-        return overflowed
+    def _scale(self, factor: Tensor) -> None:
+        for gradient in self._reducer.gradients:
+            gradient.scale(factor)
 
     def _update(self, flat: Flat) -> None:
         buffers = gradient_of(flat)
-        if flat.separate_master:
-            flat.check_unwritten()
         gradient = buffers.take(flat.master_dtype)
         if gradient is None or not any(buffers.used):
             return
         with compat.label(f"zeroshard.update {flat.label}"):
-            if self._factor is not None:
-                # An accumulator or an fp32 stash is ours alone by now: scaled where it is.
-                gradient.mul_(self._factor)
             pieces: list[list[Tensor]] = [[] for _ in self.param_groups]
             for piece in flat.pieces:
                 if buffers.used[piece.slot]:
@@ -234,7 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if name == MASTER:
                 if flat.separate_master:
                     piece.tensor.copy_(value.reshape(-1)[piece.start :][: piece.tensor.numel()])
-            elif isinstance(value, Tensor) and value.shape == shape and value.dim() > 0:
+            elif isinstance(value, Tensor) and value.shape == shape and name not in SCALARS:
                 part = value.reshape(-1)[piece.start :][: piece.tensor.numel()]
                 loaded[name] = part.to(device=piece.tensor.device, dtype=piece.tensor.dtype, copy=True)
             else:
@@ -292,9 +299,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         split: set[str] = set()
         for piece in flat.pieces:
             state = dict(self.state.get(piece.tensor, {}))
-            if state and flat.separate_master:
+            if flat.separate_master:
                 state[MASTER] = piece.tensor
-            mine[piece.slot] = {}
+            if state:
+                mine[piece.slot] = {}
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == piece.tensor.shape and value.dim() > 0:
                     split.add(name)
@@ -308,9 +316,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name in sorted({name for _, names in everybody for name in names}):
             flat_value = self._gather_named(flat, name)
             for index, slot in enumerate(flat.layout.slots):
-                if whole.get(index):
+                if index in whole:
                     whole[index][name] = slot.view(flat_value).clone()
-        return {index: state for index, state in whole.items() if state}
+        return whole
 
     def _gather_named(self, flat: Flat, name: str) -> Tensor:
         own = torch.zeros_like(flat.master)
@@ -348,7 +356,7 @@ def _some(names: Iterable[str]) -> str:
     return repr(names[0]) if len(names) == 1 else f"{names[0]!r} (and {len(names) - 1} more)"
 
 
-def _refuse_old_handle(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def _refuse_old_handle(optimizer: torch.optim.Optimizer, *_: object) -> None:
     raise RuntimeError(
         "this optimizer was given to zeroshard.shard() and no longer trains anything; call step() on the optimizer "
         "that shard() returned"

@@ -9,7 +9,7 @@ and anything through ``.data`` or numpy, which ``check`` finds out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class Placeholders:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._scalars: dict[torch.dtype, Tensor] = {}
+        self._witnesses: list[Callable[[], list[str]]] = []
         self._last_look: tuple[list[Tensor], torch.cuda.Event] | None = None
 
     def parameter(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -31,8 +32,12 @@ class Placeholders:
 
     def gradients(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
         """For ``grad`` of some parameters. ``.data`` gives each a version of its own, which tells if it was zeroed."""
-        scalar = torch.full((), math.nan, dtype=dtype, device=self._device)
-        return [scalar.expand(tuple(shape)).data for shape in shapes]
+        scalars = torch.full((len(shapes),), math.nan, dtype=dtype, device=self._device)
+        return [scalar.expand(tuple(shape)).data for scalar, shape in zip(scalars.unbind(), shapes, strict=True)]
+
+    def ask_when_written(self, witness: Callable[[], list[str]]) -> None:
+        """``witness`` names the parameters that it saw written; it is asked when one must have been."""
+        self._witnesses.append(witness)
 
     def repair(self) -> None:
         """Makes all of them NaN again."""
@@ -56,7 +61,9 @@ class Placeholders:
         if not all(math.isnan(value) for value in map(float, seen)):
             self.repair()
             self._last_look = None
+            names = [name for witness in self._witnesses for name in witness()]
+            which = f"parameter {names[0]!r}" if names else "a parameter (through .data or numpy)"
             raise RuntimeError(
-                "a parameter was written to, through .data or numpy, while its value was not here, so the write is "
-                "lost; write inside `with zeroshard.gathered(model, write=True):`"
+                f"{which} was written to while its value was not here, so the write is lost; "
+                "write inside `with zeroshard.gathered(model, write=True):`"
             )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .comm import Fabric, Traffic
 from .config import Config, state_table
+from .hook import NotCopyable
 from .layout import find_units
 from .materialise import adopt_values
 from .observe.ledger import Memory, Stats, measure
@@ -26,7 +27,7 @@ _ATTRIBUTE = "_zeroshard_runtime"
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
-class Runtime:
+class Runtime(NotCopyable):
     """One sharded model: its units, its lanes to the other ranks, its schedule and its optimizer."""
 
     def __init__(
@@ -49,6 +50,7 @@ class Runtime:
             )
             for spec in specs
         ]
+        self._check_kept()
         self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
         self._volume: dict[str, Traffic] = {}
@@ -78,6 +80,13 @@ class Runtime:
         object.__setattr__(model, _ATTRIBUTE, self)
         _runtimes.add(self)
 
+    def _check_kept(self) -> None:
+        names = {name for unit in self.units for name in (unit.name, unit.title)}
+        for name in self.config.keep or ():
+            if name not in names:
+                titles = [unit.title for unit in self.units]
+                raise ValueError(f"keep names {name!r}, which is no unit; units: {', '.join(titles)}")
+
     # -- parameters -----------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -87,27 +96,38 @@ class Runtime:
                 unit.wait()
 
     @contextmanager
-    def gathered(self, units: Iterable[Unit], write: bool) -> Iterator[None]:
-        """Holds units present. With ``write``, rank 0's values count when the block ends."""
-        units = list(units)
-        held: list[Unit] = []
+    def gathered(self, units: list[Unit], *, write: bool = False, lend: bool = False) -> Iterator[None]:
+        """Holds units present; ``lend``: user code reads them; ``write``: rank 0's values count when the block ends.
+
+        Units that were present before, say because backward needs them, stay so.
+        """
+        absent = [unit for unit in units if not unit.present]
         try:
             for unit in units:
                 unit.gather()
                 unit.holds += 1
-                held.append(unit)
             for unit in units:
                 unit.wait()
+                for flat in unit.flats:
+                    flat.lent = flat.lent or (lend and flat.sharded)
             yield
-            if write:
+        finally:  # also after an exception: the other ranks come here too, and all must stay together
+            flats = [flat for unit in units for flat in unit.flats]
+            written = [name for flat in flats for name in flat.take_written_names()] if lend else []
+            if write or (lend and self.fabric.maximum([bool(written)])[0]):
                 with torch.no_grad():
-                    for unit in units:
-                        for flat in unit.flats:
+                    for flat in flats:
+                        if write or not flat.sharded:
                             flat.rewrite()
-        finally:
-            for unit in held:
+            for unit in units:
                 unit.holds -= 1
+            for unit in absent:
                 unit.release()
+        if written and not write:
+            raise RuntimeError(
+                f"parameter {written[0]!r} was written to inside `zeroshard.gathered(...)`, which is for reading; pass "
+                "write=True if rank 0's change is to count on all ranks"
+            )
 
     # -- statistics -----------------------------------------------------------------------------------------------
 
@@ -155,8 +175,9 @@ def runtime_of(model: nn.Module) -> Runtime:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``shard()`` was called on this very module."""
-    return isinstance(model.__dict__.get(_ATTRIBUTE), Runtime)
+    """Whether a parameter of this module belongs to a sharded model."""
+    members = {id(parameter) for parameter in model.parameters()}
+    return any(not members.isdisjoint(runtime.unit_of) for runtime in _runtimes)
 
 
 def runtimes_of_parameters(parameters: Iterable[nn.Parameter]) -> dict[Runtime, list[Unit]]:

@@ -9,6 +9,7 @@ Which unit comes next is taken from the order of the last step; where that is wr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from . import compat
 from .config import Config, Extent, StateTable
+from .hook import Hook
 from .precision import LossScaler, cast_floating, tensors_in
 from .reducer import Reducer, gradient_of
 from .unit import Flat, Presence, Unit
@@ -65,6 +67,7 @@ class Schedule:
         scaler: LossScaler | None,
     ) -> None:
         self._root, self._units = units[0], units
+        self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.trainable]
         self._sharded = table.parameters.extent is Extent.SHARD
         self._config, self._reducer, self._scaler = config, reducer, scaler
         self._ahead = config.prefetch if config.prefetch is not None else 1
@@ -94,19 +97,19 @@ class Schedule:
 
     def _register(self, model: nn.Module) -> None:
         def forward_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-            module.register_forward_pre_hook(compat.untraced(before), prepend=True, with_kwargs=True)
-            module.register_forward_hook(compat.untraced(after))
+            module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
+            module.register_forward_hook(Hook(after))
 
         for unit in self._units[1:]:
             forward_hooks(unit.module, partial(self._before_unit, unit), partial(self._after_unit, unit))
         forward_hooks(model, self._before_model, self._after_model)
         for module in self._owners_of_root(model):
-            module.register_forward_pre_hook(compat.untraced(self._before_owner))
+            module.register_forward_pre_hook(Hook(self._before_owner))
         for unit in self._units:
             for flat in unit.trainable_flats:
                 for index, parameter in enumerate(flat.parameters):
-                    hook = partial(self._on_gradient, unit, flat, index)
-                    parameter.register_post_accumulate_grad_hook(compat.untraced(hook))
+                    hook = partial(_pass_gradient_on, weakref.ref(self), weakref.ref(unit), weakref.ref(flat), index)
+                    parameter.register_post_accumulate_grad_hook(Hook(hook))
 
     def _owners_of_root(self, model: nn.Module) -> list[nn.Module]:
         """Modules that need the root and may be called without the model's ``forward``, say by its ``encode``."""
@@ -137,6 +140,13 @@ class Schedule:
             self._reducer.clear()
             for unit in self._units:
                 unit.release()
+        for flat in self._frozen_flats:
+            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                if parameter.requires_grad:
+                    raise RuntimeError(
+                        f"parameter {slot.name!r} was frozen when the model was sharded, so it has no gradient and no "
+                        "optimizer state; unfreeze it before zeroshard.shard()"
+                    )
         for gradient in self._reducer.gradients:
             gradient.hide()
             gradient.show()
@@ -184,10 +194,10 @@ class Schedule:
         unit.wait()
 
     def _hook_outputs(self, output: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
-        hook = compat.untraced(hook)
+        wrapped = Hook(hook)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(hook)
+                tensor.register_hook(wrapped)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -219,7 +229,7 @@ class Schedule:
         if self._sharded:
             self._make_present(unit, self._backward.enter(unit, self._ahead))
 
-    def _on_gradient(self, unit: Unit, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+    def on_gradient(self, unit: Unit, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         if gradient is None:
             return
@@ -247,15 +257,15 @@ class Schedule:
                 unit.release()
             self._reducer.end_backward()
 
-    def __deepcopy__(self, memo: object) -> Schedule:
-        raise _not_copyable()
 
-    def __reduce__(self) -> Any:
-        raise _not_copyable()
-
-
-def _not_copyable() -> RuntimeError:
-    return RuntimeError(
-        "a sharded model cannot be copied or pickled, for its parameters are not all here; take "
-        "zeroshard.full_state_dict(model), or copy single parameters inside `with zeroshard.gathered(model):`"
-    )
+def _pass_gradient_on(
+    schedule: weakref.ref[Schedule],
+    unit: weakref.ref[Unit],
+    flat: weakref.ref[Flat],
+    index: int,
+    parameter: nn.Parameter,
+) -> None:
+    """The garbage collector does not see what a parameter's hook holds, so it must hold nothing of the model."""
+    listener, its_unit, its_flat = schedule(), unit(), flat()
+    if listener is not None and its_unit is not None and its_flat is not None:
+        listener.on_gradient(its_unit, its_flat, index, parameter)

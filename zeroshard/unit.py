@@ -76,14 +76,18 @@ class Flat:
         self.own = self.shard_range if table.optimizer.extent is Extent.SHARD else self.layout.whole
         self.sharded = table.parameters.extent is Extent.SHARD
         self.presence = Presence.PRESENT
+        self.lent = False
+        """User code saw the parameters and may have kept a view: the storage is left to it, not emptied under it."""
         self._fabric, self._placeholders = fabric, placeholders
         self._pending: Pending | None = None
         self._versions: list[int] = []
+        self._pointers: list[int] = []
         self.whole: Tensor
         self.shard: Tensor
         self.master: Tensor
         self.pieces: list[MasterPiece] = []
         self._views: list[Tensor] = []
+        placeholders.ask_when_written(self.take_written_names)
         self._stand_ins = [placeholders.parameter(slot.shape, self.dtype) for slot in self.layout.slots]
         self.gradient: FlatGradient | None = None
         if self.trainable:
@@ -161,6 +165,8 @@ class Flat:
                     self._pending.wait()
                 self._pending = None
             self.check_unwritten()
+            if self._fabric.device.type == "cpu":
+                self._placeholders.check()
             self._point(self._views)
             self.presence = Presence.PRESENT
 
@@ -174,6 +180,10 @@ class Flat:
         if self.presence is Presence.PRESENT:
             self.check_unwritten()
             self._point_at_placeholders()
+        if self.lent:
+            self.lent = False
+            self.whole = torch.empty_like(self.whole)
+            self._views = self.views_of(self.whole)
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
 
@@ -185,6 +195,8 @@ class Flat:
             if self.separate_master:
                 target = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
                 target.copy_(self.master)
+            if self._pending is not None:
+                self._pending.wait()  # an earlier publish that nobody needed
             compat.prepare_for_writing(list(self.parameters))
             self._versions = self._versions_now()
             if self.sharded:
@@ -210,11 +222,18 @@ class Flat:
             same = self.master.to(self.dtype) == values
             self.master.copy_(torch.where(same, self.master, values.to(self.master.dtype)))
 
+    def take_written_names(self) -> list[str]:
+        """Parameters written in place since they were pointed where they are; asked again it names none."""
+        before, self._versions = self._versions, self._versions_now()
+        changed = zip(self.layout.slots, before, self._versions, strict=True)
+        return [slot.name for slot, old, new in changed if old != new]
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _point(self, tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._versions = self._versions_now()
 
     def _point_at_placeholders(self) -> None:
@@ -229,13 +248,17 @@ class Flat:
         That is: to a placeholder, to gathered parameters that are about to be released, or to 16-bit parameters
         that a master stands behind.
         """
-        for slot, parameter, before in zip(self.layout.slots, self.parameters, self._versions, strict=True):
-            if parameter.dtype is not self.dtype or parameter.shape != slot.shape:
+        writes_count = self.presence is Presence.PRESENT and not self.sharded and not self.separate_master
+        facts = zip(self.layout.slots, self.parameters, self._versions, self._pointers, strict=True)
+        for slot, parameter, version, pointer in facts:
+            if parameter.data_ptr() != pointer or parameter.dtype is not self.dtype or parameter.shape != slot.shape:
+                self._point(self._views if self.presence is Presence.PRESENT else self._stand_ins)
                 raise RuntimeError(
-                    f"parameter {slot.name!r} was converted to {parameter.dtype} {tuple(parameter.shape)} after "
-                    "shard(); convert the model before, or use precision="
+                    f"parameter {slot.name!r} was pointed at other memory after shard(), by a conversion or by an "
+                    "assignment to .data; convert the model before shard(), and write values inside `with "
+                    "zeroshard.gathered(model, write=True):`"
                 )
-            if compat.version(parameter) != before:
+            if compat.version(parameter) != version and not writes_count:
                 self._versions = self._versions_now()
                 self._placeholders.repair()
                 raise RuntimeError(

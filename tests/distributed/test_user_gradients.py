@@ -1,0 +1,340 @@
+"""``parameter.grad`` in the hands of users: what they do to it holds, or raises; nothing is lost without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zeroshard
+from tests.models import Net, loss_of, net
+from tests.ranks import on_ranks
+from tests.training import (
+    INNER,
+    SHARDED_GRADIENTS,
+    STAGES,
+    Scaled,
+    adamw,
+    assert_close,
+    assert_same,
+    refused,
+    sgd,
+    shard,
+    train,
+    trained_plainly,
+    weights,
+)
+
+
+@on_ranks(2)
+def test_gradients_are_real_in_stage_zero_and_placeholders_elsewhere() -> None:
+    plain = net(depth=2)
+    ddp = DistributedDataParallel(plain)
+    loss_of(ddp, 0).backward()
+    for stage in STAGES:
+        model, optimizer = shard(stage=stage)
+        assert all(p.grad is None for p in model.parameters())
+        loss_of(model, 0).backward()
+        for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None, name
+            assert p.grad.shape == p.shape
+            if stage == 0:
+                assert torch.equal(p.grad, expected.grad), name
+            else:
+                assert bool(torch.isnan(p.grad).all()), name
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+
+
+CLIPPINGS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "norm": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01),
+    "norm foreach": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01, foreach=True),
+    "norm for-loop": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01, foreach=False),
+    "value": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 0.001),
+    "by hand": lambda parameters: [p.grad.mul_(0.01) for p in parameters if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("way", CLIPPINGS)
+@on_ranks(2)
+def test_clipping_with_torch_is_right_in_stage_zero_and_raises_elsewhere(way: str) -> None:
+    clip = CLIPPINGS[way]
+    plain = net(depth=2)
+    ddp, optimizer = DistributedDataParallel(plain), sgd(plain.parameters())
+    for step in range(2):
+        loss_of(ddp, step).backward()
+        clip(list(plain.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in STAGES:
+        model, sharded = shard(stage=stage)
+        for step in range(2):
+            loss_of(model, step).backward()
+            if stage == 0:
+                clip(list(model.parameters()))
+            else:
+                with pytest.raises(RuntimeError):
+                    clip(list(model.parameters()))
+            sharded.step()
+            sharded.zero_grad()
+        if stage == 0:
+            assert_same(weights(model), dict(plain.state_dict()))
+        else:
+            assert_same(weights(model), dict(trained_plainly(2).state_dict()))
+
+
+@on_ranks(2)
+def test_clipping_a_single_element_with_torch_raises_at_the_latest_in_the_step() -> None:
+    for stage in SHARDED_GRADIENTS:
+        torch.manual_seed(1)
+        model = Scaled()
+        model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
+        loss_of(model, 0).backward()
+        with refused(f"clipping in stage {stage}"):
+            torch.nn.utils.clip_grad_norm_([model.scale, model.offset], 0.01)
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_a_grad_scaler_is_right_in_stage_zero_and_raises_elsewhere() -> None:
+    expected = dict(trained_plainly(2).state_dict())
+    for stage in STAGES:
+        for unscale in (False, True):
+            model, optimizer = shard(stage=stage)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=True)
+
+            if stage == 0:
+                scaled_step(scaler, model, optimizer, 0, unscale)
+                scaled_step(scaler, model, optimizer, 1, unscale)
+                assert_close(weights(model), expected)
+            else:
+                with refused(f"a GradScaler in stage {stage}"):
+                    scaled_step(scaler, model, optimizer, 0, unscale)
+
+
+def scaled_step(
+    scaler: torch.amp.GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, unscale: bool
+) -> None:
+    scaler.scale(loss_of(model, step)).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_grad_scaler_that_is_switched_off_changes_nothing() -> None:
+    expected = dict(trained_plainly(1).state_dict())
+    for stage in STAGES:
+        model, optimizer = shard(stage=stage)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        scaler.scale(loss_of(model, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert_same(weights(model), expected)
+
+
+ZEROINGS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
+    "optimizer to none": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
+    "model to none": lambda model, optimizer: model.zero_grad(set_to_none=True),
+    "optimizer to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "by hand, zero_": lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("way", ZEROINGS)
+@on_ranks(2)
+def test_zeroed_gradients_are_not_trained_with(way: str) -> None:
+    expected = dict(trained_plainly(1).state_dict())
+    for stage in STAGES:
+        model, optimizer = shard(stage=stage)
+        train(model, optimizer, 0)
+        loss_of(model, 1).backward()
+        ZEROINGS[way](model, optimizer)
+        optimizer.step()
+        assert_same(weights(model), expected)
+
+
+@pytest.mark.parametrize("way", ZEROINGS)
+@on_ranks(2)
+def test_zeroed_gradients_do_not_come_back_with_the_next_backward(way: str) -> None:
+    expected = dict(trained_plainly(3).state_dict())
+    for stage in STAGES:
+        model, optimizer = shard(stage=stage)
+        train(model, optimizer, 0)
+        for step in (1, 2):
+            loss_of(model, step + 10).backward()
+            ZEROINGS[way](model, optimizer)
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(weights(model), expected)
+
+
+@on_ranks(2)
+def test_zeroed_gradients_of_a_backward_without_synchronisation_do_not_come_back() -> None:
+    expected = dict(trained_plainly(2).state_dict())
+    for stage in STAGES:
+        model, optimizer = shard(stage=stage)
+        train(model, optimizer, 0)
+        with zeroshard.no_sync(model):
+            loss_of(model, 11).backward()
+        optimizer.zero_grad()
+        train(model, optimizer, 1)
+        assert_same(weights(model), expected)
+
+
+@on_ranks(2)
+def test_zeroed_gradients_of_accumulated_micro_batches_do_not_come_back() -> None:
+    expected = dict(trained_plainly(2).state_dict())
+    for stage in STAGES:
+        model, optimizer = shard(stage=stage)
+        train(model, optimizer, 0)
+        for micro in range(3):
+            loss_of(model, 20 + micro).backward()
+        optimizer.zero_grad()
+        train(model, optimizer, 1)
+        assert_same(weights(model), expected)
+
+
+@on_ranks(2)
+def test_zeroing_some_gradients_holds_for_those_alone() -> None:
+    plain = net(depth=2)
+    ddp, optimizer = DistributedDataParallel(plain), adamw(plain.parameters())
+
+    def zero(model: Net) -> None:
+        model.blocks[0].zero_grad()
+        model.last.bias.grad = None
+        model.blocks[1].up.weight.grad = None
+
+    for step in range(2):
+        loss_of(ddp, step).backward()
+        zero(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in STAGES:
+        model, sharded = shard(adamw, stage=stage)
+        for step in range(2):
+            loss_of(model, step).backward()
+            zero(model)
+            sharded.step()
+            sharded.zero_grad()
+        assert_same(weights(model), dict(plain.state_dict()))
+
+
+@on_ranks(2)
+def test_zeroing_some_gradients_between_micro_batches_holds_for_those_alone() -> None:
+    plain = net(depth=2)
+    ddp, optimizer = DistributedDataParallel(plain), sgd(plain.parameters())
+
+    def run(module: nn.Module, model: Net, stepper: torch.optim.Optimizer) -> None:
+        loss_of(module, 0).backward()
+        model.blocks[0].zero_grad()
+        model.first.weight.grad = None
+        loss_of(module, 1).backward()
+        stepper.step()
+
+    run(ddp, plain, optimizer)
+    for stage in STAGES:
+        model, sharded = shard(stage=stage)
+        run(model, model, sharded)
+        assert_close(weights(model), dict(plain.state_dict()))
+
+
+@on_ranks(2)
+def test_a_clipping_that_was_zeroed_with_its_gradients_does_not_clip_the_next_ones() -> None:
+    expected = dict(trained_plainly(1).state_dict())
+    for stage in STAGES:
+        model, optimizer = shard(stage=stage)
+        loss_of(model, 5).backward()
+        optimizer.clip_grad_norm_(1e-3)
+        optimizer.zero_grad()
+        train(model, optimizer, 0)
+        assert_same(weights(model), expected)
+
+
+@on_ranks(2)
+def test_gradients_assigned_by_hand_count_in_stage_zero_and_raise_elsewhere() -> None:
+    plain = net(depth=2)
+    ddp, optimizer = DistributedDataParallel(plain), sgd(plain.parameters())
+    loss_of(ddp, 0).backward()
+    plain.get_parameter(INNER).grad = torch.ones(39, 13)
+    optimizer.step()
+    for stage in STAGES:
+        model, sharded = shard(stage=stage)
+        loss_of(model, 0).backward()
+        model.get_parameter(INNER).grad = torch.ones(39, 13)
+        if stage == 0:
+            sharded.step()
+            assert_same(weights(model), dict(plain.state_dict()))
+        else:
+            with pytest.raises(RuntimeError, match=INNER):
+                sharded.step()
+
+
+@on_ranks(2)
+def test_filling_a_gradient_placeholder_raises_for_it_is_no_zeroing() -> None:
+    for stage in SHARDED_GRADIENTS:
+        model, optimizer = shard(stage=stage)
+        loss_of(model, 0).backward()
+        gradient = model.get_parameter(INNER).grad
+        assert gradient is not None
+        with refused(f"a filled gradient in stage {stage}"):
+            gradient.fill_(1.0)
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_assigned_without_a_backward_count_in_stage_zero_and_raise_elsewhere() -> None:
+    for stage in STAGES:
+        model, optimizer = shard(stage=stage)
+        train(model, optimizer, 0)
+        before = weights(model)[INNER]
+        model.get_parameter(INNER).grad = torch.ones(39, 13)
+        if stage == 0:
+            optimizer.step()
+            assert torch.equal(weights(model)[INNER], before - 0.1)
+        else:
+            with pytest.raises(RuntimeError, match=INNER):
+                optimizer.step()
+
+
+@on_ranks(2)
+def test_a_parameter_unfrozen_after_sharding_raises_rather_than_not_being_trained() -> None:
+    for stage in STAGES:
+        model = net(depth=2)
+        model.last.weight.requires_grad_(False)
+        model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
+        train(model, optimizer, 0)
+        model.last.weight.requires_grad_(True)
+        with refused(f"unfreezing in stage {stage}", r"last\.weight"):
+            train(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_two_steps_in_a_row_do_not_train_twice() -> None:
+    expected = dict(trained_plainly(1, adamw).state_dict())
+    for stage in STAGES:
+        model, optimizer = shard(adamw, stage=stage)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.step()
+        assert_same(weights(model), expected)
+
+
+@on_ranks(2)
+def test_a_step_before_any_backward_changes_nothing() -> None:
+    for stage in STAGES:
+        model, optimizer = shard(adamw, stage=stage)
+        optimizer.step()
+        assert_same(weights(model), dict(net(depth=2).state_dict()))
+        train(model, optimizer, 0)
+        assert_same(weights(model), dict(trained_plainly(1, adamw).state_dict()))

@@ -1,0 +1,37 @@
+"""Callables that are attached to a model: they keep out of compiled graphs, and refuse to be copied along with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import compat
+
+
+class NotCopyable:
+    """What belongs to a sharded model cannot be copied: the parameters it speaks of are not all here."""
+
+    def __deepcopy__(self, memo: object) -> NotCopyable:
+        raise _refusal()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise _refusal()
+
+
+class Hook(NotCopyable):
+    """A function as a hook of a module or tensor. ``torch.compile`` breaks its graph there instead of tracing it."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = compat.untraced(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _refusal() -> RuntimeError:
+    return RuntimeError(
+        "a sharded model cannot be copied or pickled, for its parameters are not all here; take "
+        "zeroshard.full_state_dict(model), or copy single parameters inside `with zeroshard.gathered(model):`"
+    )
