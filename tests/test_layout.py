@@ -120,7 +120,7 @@ def test_pieces_of_any_range_are_the_elements_of_that_range(
 def test_parameters_and_padding_together_are_everything(sizes: list[tuple[int, ...]], world: int) -> None:
     layout = layout_of(sizes, world)
     spans = [(slot.start, slot.stop) for slot in layout.slots if slot.numel]
-    spans += [(gap.start, gap.stop) for gap in layout.padding()]
+    spans += [(gap.start, gap.stop) for gap in layout.padding]
     end = 0
     for start, stop in sorted(spans):
         assert start == end
@@ -132,7 +132,7 @@ def test_parameters_and_padding_together_are_everything(sizes: list[tuple[int, .
 def test_a_flat_of_nothing_but_empty_parameters_has_no_elements() -> None:
     layout = layout_of([(0,), (3, 0)], world=3)
     assert layout.numel == 0
-    assert layout.padding() == ()
+    assert layout.padding == ()
     assert all(layout.pieces(layout.shard(rank)) == () for rank in range(3))
 
 

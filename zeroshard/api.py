@@ -209,7 +209,10 @@ def _choose_device(model: nn.Module, config: Config) -> torch.device:
 
 def _start_process_group(device: torch.device) -> None:
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
 
 
 def _check_same_everywhere(

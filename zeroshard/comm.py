@@ -16,7 +16,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -122,14 +122,26 @@ class Lane:
         self.log: deque[str] = deque(maxlen=LOG_LENGTH)
         self._by_message = fabric.backend == "gloo" and fabric.device.type == "cpu"
 
-    def all_gather(self, whole: Tensor, shard: Tensor, label: str) -> Pending:
-        """Puts every rank's shard into ``whole``; ``shard`` may be this rank's slice of it."""
+    def all_gather(
+        self, whole: Tensor, shard: Tensor, label: str, allocate: Callable[[], None] | None = None
+    ) -> Pending:
+        """Puts every rank's shard into ``whole``; ``shard`` may be this rank's slice of it.
+
+        ``allocate`` gives ``whole`` its memory. It runs on the lane's stream, after the device's work so far, so that
+        memory which that work released can be reused safely.
+        """
         self._note(Collective.ALL_GATHER, whole, label)
-        if self.group is None:
-            return _Done()
         if self._by_message:
+            if allocate is not None:
+                allocate()
             return self._exchange_shards(whole, shard, _tag("g", label))
-        return self._on_stream(lambda: _all_gather(whole, shard, self.group))
+
+        def run() -> None:
+            if allocate is not None:
+                allocate()
+            _all_gather(whole, shard, self.group)
+
+        return self._on_stream(run)
 
     def reduce_scatter(self, whole: Tensor, shard: Tensor, label: str) -> Pending:
         """Averages ``whole`` over the ranks; this rank's slice goes to ``shard``, which may be that very slice."""
@@ -161,10 +173,6 @@ class Lane:
 
         return self._on_stream(run)
 
-    def allocation(self) -> AbstractContextManager[Any]:
-        """Memory that this lane writes first is allocated on its stream, so that its reuse is ordered there."""
-        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
-
     @contextmanager
     def blaming_stalls(self) -> Iterator[None]:
         """Turns a backend's time-out or lost connection into an error that names the rank and the unit."""
@@ -191,11 +199,11 @@ class Lane:
             return _Done()
         # The lane starts after what the device was given so far: inputs are then written, and memory that a release
         # gave back is no longer read. What comes after on the device runs beside it.
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.fabric.device))
         with torch.cuda.stream(self.stream), self.blaming_stalls():
             run()
-            event = torch.cuda.Event()
-            event.record(self.stream)
+        event = torch.cuda.Event()
+        event.record(self.stream)
         return _OnStream(event)
 
     def _average_around(

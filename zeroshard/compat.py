@@ -43,6 +43,16 @@ def untraced(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function))
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies each source into its target: one kernel for many small tensors on CUDA."""
+    torch._foreach_copy_(targets, sources)
+
+
+def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each tensor, computed in ``dtype``: one kernel for many tensors on CUDA."""
+    return list(torch._foreach_norm(tensors, 2.0, dtype=dtype))
+
+
 def default_store() -> Any:
     """The key-value store behind the default process group, where ranks post how far they are."""
     store = dist.distributed_c10d._get_default_store()

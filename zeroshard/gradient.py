@@ -24,6 +24,9 @@ from .config import Extent, Precision, StateTable
 from .layout import FlatLayout, Range
 from .placeholder import Placeholders
 
+DEPOSIT_BYTES = 32 << 20
+"""Gradients wait for others of their flat, to be copied together, until they are this large."""
+
 
 @dataclass
 class _Reduction:
@@ -57,6 +60,8 @@ class FlatGradient:
         self._accumulate_dtype = precision.accumulate
         self.visible = table.optimizer.extent is Extent.WHOLE and precision.loss_scale is None
         count = len(parameters)
+        self._arrived: dict[int, Tensor] = {}
+        self._arrived_bytes = 0
         self._local: Tensor | None = None
         self._written = [False] * count
         self._fired: set[int] = set()
@@ -64,6 +69,7 @@ class FlatGradient:
         self._stash: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._factor: Tensor | None = None
+        self._stand_ins: list[Tensor] | None = None
         self._shown: list[tuple[Tensor, int] | None] = [None] * count
         self.used = [False] * count
         """Which parameters got a gradient since the last step: on this rank, and after the agreement on any."""
@@ -78,7 +84,7 @@ class FlatGradient:
     @property
     def unreduced(self) -> bool:
         """This rank holds gradients that the others have not seen."""
-        return self._local is not None or self.awaited
+        return self._local is not None or bool(self._arrived) or self.awaited
 
     # -- during backward ------------------------------------------------------------------------------------------
 
@@ -97,17 +103,33 @@ class FlatGradient:
                 f"parameter {self.layout.slots[index].name!r} got a sparse gradient, which zeroshard cannot shard; "
                 "build the embedding with sparse=False"
             )
-        if self._local is None:
-            self._local = self._new(self.layout.numel, self._reduce_dtype)
-        if self._written[index]:
-            if self._local.dtype is not self._accumulate_dtype:
-                self._local = self._local.to(self._accumulate_dtype)
-            self._slot(self._local, index).add_(gradient)
-        else:
-            self._slot(self._local, index).copy_(gradient)
-            self._written[index] = True
+        if index in self._arrived:
+            self._deposit()
+        self._arrived[index] = gradient
+        self._arrived_bytes += gradient.nbytes
         self._fired.add(index)
         self.used[index] = True
+        if self._arrived_bytes >= DEPOSIT_BYTES or self.complete:
+            self._deposit()
+
+    def _deposit(self) -> None:
+        """Moves what has arrived into the local buffer, many small gradients with one kernel."""
+        arrived, self._arrived, self._arrived_bytes = self._arrived, {}, 0
+        if not arrived:
+            return
+        if self._local is None:
+            # Many gaps: one fill of everything is cheaper than a kernel for each.
+            new = torch.zeros if len(self.layout.padding) > 1 else torch.empty
+            self._local = new(self.layout.numel, dtype=self._reduce_dtype, device=self._fabric.device)
+        again = [index for index in arrived if self._written[index]]
+        if again and self._local.dtype is not self._accumulate_dtype:
+            self._local = self._local.to(self._accumulate_dtype)
+        for index in again:
+            self._slot(self._local, index).add_(arrived.pop(index))
+        if arrived:
+            compat.copy_all([self._slot(self._local, index) for index in arrived], list(arrived.values()))
+        for index in arrived:
+            self._written[index] = True
 
     def reduce(self) -> None:
         """Starts averaging what this rank has over all ranks; a rank that has nothing contributes zeros."""
@@ -115,6 +137,7 @@ class FlatGradient:
             self._inflight.append(self._start_reduction())
 
     def _start_reduction(self) -> _Reduction:
+        self._deposit()
         local, self._local, self.awaited = self._local, None, False
         if local is None:
             local = torch.zeros(self.layout.numel, dtype=self._reduce_dtype, device=self._fabric.device)
@@ -165,17 +188,17 @@ class FlatGradient:
         values = self._held
         if not self.visible or self.unreduced or self._inflight or (values is not None and values.dtype != self.dtype):
             values = None
-        hidden = [index for index, used in enumerate(self.used) if used and self._shown[index] is None]
-        if not hidden:
-            return
-        if values is not None:
-            tensors = [self._slot(values, index) for index in hidden]
-        else:
-            shapes = [self.layout.slots[index].shape for index in hidden]
-            tensors = self._placeholders.gradients(shapes, self.dtype)
-        for index, tensor in zip(hidden, tensors, strict=True):
-            self.parameters[index].grad = tensor
-            self._shown[index] = (tensor, compat.version(tensor))
+        for index, used in enumerate(self.used):
+            if used and self._shown[index] is None:
+                tensor = self._slot(values, index) if values is not None else self._stand_in(index)
+                self.parameters[index].grad = tensor
+                self._shown[index] = (tensor, compat.version(tensor))
+
+    def _stand_in(self, index: int) -> Tensor:
+        """The placeholder of one gradient. The same one every step, unless it was written to."""
+        if self._stand_ins is None:
+            self._stand_ins = self._placeholders.gradients([slot.shape for slot in self.layout.slots], self.dtype)
+        return self._stand_ins[index]
 
     def hide(self) -> None:
         """Takes ``parameter.grad`` back before autograd adds to it, and reads off it what the user did."""
@@ -205,6 +228,7 @@ class FlatGradient:
         value = float(shown.flatten()[0]) if shown.numel() else 0.0
         if compat.version(shown) == version and math.isnan(value):
             return False
+        self._stand_ins = None  # this one is spoilt
         if value != 0:
             raise RuntimeError(
                 f"the gradient of {self.layout.slots[index].name!r} was changed in place, but gradients are sharded or "
@@ -233,19 +257,18 @@ class FlatGradient:
         """The averaged gradient of this rank's range for the optimizer; None if there is none."""
         if self._held is None:
             return None
-        gradient = self._held.to(dtype)
-        if self._factor is not None:
-            gradient.mul_(self._factor)
-            self._factor = None
-        return gradient
+        held, factor, self._factor = self._held, self._factor, None
+        if factor is None:
+            return held.to(dtype)
+        if held.dtype is dtype:
+            return held.mul_(factor)
+        return held * factor.to(dtype).expand_as(held)  # widened and scaled in one pass
 
-    def norm_squared(self, shard: Range) -> Tensor | None:
-        """Sum of squares, in fp64, of this rank's shard of the gradient: the same slices in every stage."""
+    def part(self, shard: Range) -> tuple[Tensor, Tensor | None] | None:
+        """The averaged gradient in this rank's shard, and a factor still to be applied; None if there is none."""
         if self._held is None:
             return None
-        part = self._held[shard.start - self.own.start : shard.stop - self.own.start]
-        norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
-        return norm.square() if self._factor is None else (norm * self._factor).square()
+        return self._held[shard.start - self.own.start : shard.stop - self.own.start], self._factor
 
     def clear(self) -> None:
         """Forgets everything: after the optimizer has taken it, or when a backward failed."""
@@ -258,13 +281,20 @@ class FlatGradient:
                 self.parameters[index].grad = None
         count = len(self.parameters)
         self._local = self._stash = self._accumulator = self._factor = None
+        self._arrived, self._arrived_bytes = {}, 0
         self.awaited = False
         self._fired.clear()
         self._shown, self._written, self.used = [None] * count, [False] * count, [False] * count
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Live gradient buffers, and live accumulators, for the memory ledger."""
-        held = [self._local, self._stash, *(r.local for r in self._inflight), *(r.out for r in self._inflight)]
+        held = [
+            *self._arrived.values(),
+            self._local,
+            self._stash,
+            *(r.local for r in self._inflight),
+            *(r.out for r in self._inflight),
+        ]
         extra = [] if self._accumulator is None else [self._accumulator]
         return [tensor for tensor in held if tensor is not None], extra
 
@@ -285,14 +315,16 @@ class FlatGradient:
         for index, slot in enumerate(self.layout.slots):
             if not self._written[index]:
                 local[slot.start : slot.stop].zero_()
-        for gap in self.layout.padding():
-            local[gap.start : gap.stop].zero_()
+        if len(self.layout.padding) == 1:
+            local[self.layout.padding[0].start :].zero_()
 
     def _discard(self, index: int) -> None:
+        self._deposit()
         self.settle()  # or a reduce under way would bring the gradient back
         self.used[index] = False
         if not any(self.used):
             self._local = self._stash = self._accumulator = self._factor = None
+            self._arrived, self._arrived_bytes = {}, 0
             self._written = [False] * len(self._written)
             return
         for piece in self.layout.pieces(self.own):

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -120,6 +121,7 @@ class FlatLayout:
                 found.append(Piece(index, start - slot.start, stop - slot.start, start - part.start))
         return tuple(found)
 
+    @cached_property
     def padding(self) -> tuple[Range, ...]:
         """The ranges that belong to no parameter."""
         gaps, end = [], 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
 import torch
@@ -42,6 +42,9 @@ ELEMENTWISE = frozenset(
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""
+
+UPDATE_ELEMENTS = 64 << 20
+"""Elements that one call of the optimizer updates, at least; 256 MiB of gradients in fp32."""
 
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
@@ -127,9 +130,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._before_step()
         self.steps += 1
         if self._prepare_gradients():
-            for unit in self._schedule.forward_order:
-                for flat in unit.trainable_flats:
-                    self._update(flat)
+            for batch in self._batches():
+                self._update(batch)
         else:
             self.skipped_steps += 1
         self._reducer.clear()
@@ -194,24 +196,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for gradient in self._reducer.gradients:
             gradient.scale(factor)
 
-    def _update(self, flat: Flat) -> None:
-        buffers = gradient_of(flat)
-        gradient = buffers.take(flat.master_dtype)
-        if gradient is None or not any(buffers.used):
-            return
-        with compat.label(f"zeroshard.update {flat.label}"):
-            pieces: list[list[Tensor]] = [[] for _ in self.param_groups]
-            for piece in flat.pieces:
-                if buffers.used[piece.slot]:
-                    piece.tensor.grad = gradient[piece.offset :][: piece.tensor.numel()]
-                    pieces[self._group_of(flat, piece)].append(piece.tensor)
+    def _batches(self) -> Iterator[list[Flat]]:
+        """Flats to update together, in the order in which the next forward needs them.
+
+        One call of the optimizer for many small flats saves launches; its gradients in the master's dtype exist only
+        during the call, so a batch is bounded (C_B).
+        """
+        batch: list[Flat] = []
+        for unit in self._schedule.forward_order:
+            for flat in unit.trainable_flats:
+                batch.append(flat)
+                if sum(member.own.numel for member in batch) >= UPDATE_ELEMENTS:
+                    yield batch
+                    batch = []
+        if batch:
+            yield batch
+
+    def _update(self, flats: list[Flat]) -> None:
+        pieces: list[list[Tensor]] = [[] for _ in self.param_groups]
+        updated = [flat for flat in flats if any(gradient_of(flat).used)]
+        with compat.label(f"zeroshard.update {' '.join(flat.label for flat in updated)}"):
+            for flat in updated:
+                buffers = gradient_of(flat)
+                gradient = buffers.take(flat.master_dtype)
+                assert gradient is not None
+                for piece in flat.pieces:
+                    if buffers.used[piece.slot]:
+                        piece.tensor.grad = gradient[piece.offset :][: piece.tensor.numel()]
+                        pieces[self._group_of(flat, piece)].append(piece.tensor)
             self._inner.param_groups = [
                 {**group, "params": members} for group, members in zip(self.param_groups, pieces, strict=True)
             ]
             self._inner.step()
-            for piece in flat.pieces:
-                piece.tensor.grad = None
-        flat.publish()
+            for flat in updated:
+                for piece in flat.pieces:
+                    piece.tensor.grad = None
+        for flat in updated:
+            flat.publish()
 
     def _group_of(self, flat: Flat, piece: MasterPiece) -> int:
         return self._groups[id(flat.parameters[piece.slot])]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import compat
 from .comm import Fabric
 from .config import LossScale
 from .reducer import gradient_of
@@ -86,9 +87,15 @@ def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
     Each rank sums the squares of its own shards, the partial sums are added in rank order: all stages and all ranks
     get the same bits.
     """
-    parts = [gradient_of(flat).norm_squared(flat.shard_range) for flat in flats]
-    held = [part for part in parts if part is not None]
-    mine = torch.stack(held).sum() if held else torch.zeros((), dtype=torch.float64, device=fabric.device)
+    parts = [part for flat in flats if (part := gradient_of(flat).part(flat.shard_range)) is not None]
+    if not parts:
+        mine = torch.zeros((), dtype=torch.float64, device=fabric.device)
+    else:
+        norms = torch.stack(compat.norms([part for part, _ in parts], torch.float64))
+        if any(factor is not None for _, factor in parts):
+            one = torch.ones((), device=fabric.device)
+            norms = norms * torch.stack([one if factor is None else factor for _, factor in parts])
+        mine = norms.square().sum()
     return fabric.gather_scalars(mine).sum().sqrt()
 
 

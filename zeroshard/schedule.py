@@ -76,6 +76,8 @@ class Schedule:
         self._in_backward: list[Unit] = []
         self._backward_running = False
         self._called: set[Unit] = set()
+        self._before_backward_hooks = {unit: Hook(partial(self._before_backward, unit)) for unit in units}
+        self._before_model_backward_hook = Hook(self._before_model_backward)
         self._register(model)
 
     def kept(self, unit: Unit) -> bool:
@@ -109,7 +111,7 @@ class Schedule:
             for flat in unit.trainable_flats:
                 for index, parameter in enumerate(flat.parameters):
                     hook = partial(_pass_gradient_on, weakref.ref(self), weakref.ref(unit), weakref.ref(flat), index)
-                    parameter.register_post_accumulate_grad_hook(Hook(hook))
+                    parameter.register_post_accumulate_grad_hook(hook)
 
     def _owners_of_root(self, model: nn.Module) -> list[nn.Module]:
         """Modules that need the root and may be called without the model's ``forward``, say by its ``encode``."""
@@ -165,7 +167,7 @@ class Schedule:
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():
-            self._hook_outputs(output, partial(self._before_backward, unit))
+            _hook_outputs(output, self._before_backward_hooks[unit])
         if self._sharded and not compat.in_backward() and not self._held_for_backward(unit):
             unit.release()
 
@@ -180,7 +182,7 @@ class Schedule:
         if self._config.precision.output is not None:
             output = cast_floating(output, self._config.precision.output)
         if torch.is_grad_enabled():
-            self._hook_outputs(output, self._before_model_backward)
+            _hook_outputs(output, self._before_model_backward_hook)
         return output
 
     def _held_for_backward(self, unit: Unit) -> bool:
@@ -192,12 +194,6 @@ class Schedule:
         for following in next_units:
             following.gather()
         unit.wait()
-
-    def _hook_outputs(self, output: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
-        wrapped = Hook(hook)
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(wrapped)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -256,6 +252,12 @@ class Schedule:
             for unit in self._units:
                 unit.release()
             self._reducer.end_backward()
+
+
+def _hook_outputs(output: Any, hook: Hook) -> None:
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(hook)
 
 
 def _pass_gradient_on(

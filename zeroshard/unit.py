@@ -145,15 +145,11 @@ class Flat:
         """Starts making the whole parameters exist. Nothing to do where they are present or under way."""
         if self.presence is not Presence.RELEASED:
             return
-        lane = self._fabric.gathers
+        storage, size = self.whole.untyped_storage(), self.whole.nbytes
         with compat.label(f"zeroshard.gather {self.label}"):
-            if lane.stream is not None:
-                # The memory may have been released by the device's work so far; the lane waits for that.
-                lane.stream.wait_stream(torch.cuda.current_stream())
-            with lane.allocation():
-                storage = self.whole.untyped_storage()
-                storage.resize_(self.whole.numel() * self.whole.element_size())
-            self._pending = lane.all_gather(self.whole, self.shard, self.label)
+            self._pending = self._fabric.gathers.all_gather(
+                self.whole, self.shard, self.label, allocate=lambda: storage.resize_(size)
+            )
         self.presence = Presence.UNDER_WAY
 
     def wait(self) -> None:
@@ -248,6 +244,8 @@ class Flat:
         That is: to a placeholder, to gathered parameters that are about to be released, or to 16-bit parameters
         that a master stands behind.
         """
+        if [p.data_ptr() for p in self.parameters] == self._pointers and self._versions_now() == self._versions:
+            return
         writes_count = self.presence is Presence.PRESENT and not self.sharded and not self.separate_master
         facts = zip(self.layout.slots, self.parameters, self._versions, self._pointers, strict=True)
         for slot, parameter, version, pointer in facts:
