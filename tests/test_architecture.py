@@ -16,12 +16,13 @@ LAYERS = [
     {"optimizer"},
     {"schedule"},
     {"materialise", "observe.ledger", "precision"},
-    {"reducer"},
+    {"reducer", "weights"},
     {"unit"},
     {"gradient"},
     {"placeholder", "comm"},
     {"observe.watchdog"},
     {"hook"},
+    {"plan.memory"},
     {"layout", "config", "compat", "machine"},
 ]
 """Upper layers import lower ones, never the other way round, and nothing imports its equals."""

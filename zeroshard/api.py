@@ -6,7 +6,8 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, overload
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from .comm import DisagreementError, Fabric
 from .config import Config
 from .observe.ledger import Stats
 from .optimizer import ShardedOptimizer, check_covers, check_elementwise
+from .plan.memory import explain_choice, lowest_stage_that_fits, state_bytes
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,12 +50,15 @@ def shard(
         _check_optimizer(model, optimizer, config)
     device = _choose_device(model, config)
     _start_process_group(device)
-    if device.type == "cpu" and config.precision.parameters is torch.bfloat16:
+    dtypes = {config.precision.parameters or parameter.dtype for parameter in model.parameters()}
+    if device.type == "cpu" and torch.bfloat16 in dtypes:
         message = machine.ensure_bf16_matmul()
         if message is not None:
             print(message)
-    fabric = Fabric(device, config.stall_timeout)
+    fabric = Fabric(device, config.stall_timeout, _rows(config))
     _check_same_everywhere(model, optimizer, config, fabric)
+    if config.stage == "auto":
+        config = replace(config, stage=_choose_stage(model, optimizer, config, fabric))
     runtime = Runtime(model, optimizer, config, fabric)
     guards.install(runtime)
     if len(runtime.units) == 1 and fabric.world > 1 and fabric.rank == 0:
@@ -213,6 +218,34 @@ def _start_process_group(device: torch.device) -> None:
             dist.init_process_group("nccl", device_id=device)
         else:
             dist.init_process_group("gloo")
+
+
+def _choose_stage(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
+) -> Literal[0, 1, 2, 3]:
+    """The lowest stage that fits the rank with the least memory."""
+    states = state_bytes(model, optimizer, config.precision)
+    if fabric.device.type == "cuda":
+        held = sum(p.nbytes for p in model.parameters() if p.device == fabric.device)  # moves, so it does not count
+        available = torch.cuda.mem_get_info(fabric.device)[0] + held
+    else:
+        available = machine.usable_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", fabric.world))
+    available = -fabric.maximum([-available])[0]
+    stage = lowest_stage_that_fits(states, fabric.shards, available)
+    if fabric.rank == 0:
+        print(explain_choice(stage, states, fabric.shards, available))
+    return cast(Literal[0, 1, 2, 3], stage)
+
+
+def _rows(config: Config) -> list[list[int]] | None:
+    """The mesh as rows of ranks; each row holds one whole set of states."""
+    if config.mesh is None:
+        return None
+    rows: list[list[int]] = config.mesh.mesh.tolist()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if sorted(rank for row in rows for rank in row) != list(range(world)):
+        raise ValueError(f"mesh covers ranks {rows}, which are not the {world} ranks of the process group, each once")
+    return rows
 
 
 def _check_same_everywhere(

@@ -15,7 +15,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -65,7 +65,9 @@ class Pending(Protocol):
         """Makes what follows see the result: blocks the host on CPU, only the current stream on CUDA."""
 
 
-class _Done:
+class Done:
+    """Nothing was to be done, or it is done."""
+
     def wait(self) -> None:
         pass
 
@@ -97,15 +99,17 @@ class _Messages:
 class Meter:
     """Counts traffic by collective."""
 
-    counts: dict[Collective, Traffic] = field(default_factory=dict)
+    counts: dict[str, Traffic] = field(default_factory=dict)
 
     def add(self, kind: Collective, tensor: Tensor) -> None:
         passes = 2 if kind is Collective.ALL_REDUCE else 1
-        old = self.counts.get(kind, Traffic())
+        old = self.counts.get(kind.value, Traffic())
         numel = passes * tensor.numel()
-        self.counts[kind] = Traffic(old.elements + numel, old.bytes + numel * tensor.element_size(), old.calls + 1)
+        self.counts[kind.value] = Traffic(
+            old.elements + numel, old.bytes + numel * tensor.element_size(), old.calls + 1
+        )
 
-    def take(self) -> dict[Collective, Traffic]:
+    def take(self) -> dict[str, Traffic]:
         counts, self.counts = self.counts, {}
         return counts
 
@@ -113,10 +117,13 @@ class Meter:
 class Lane:
     """An ordered sequence of collectives among the ranks of one group."""
 
-    def __init__(self, name: str, fabric: Fabric, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, name: str, fabric: Fabric, group: dist.ProcessGroup | None, meter: Meter) -> None:
         self.name = name
         self.fabric = fabric
         self.group = group
+        self.meter = meter
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
         self.stream = torch.cuda.Stream(fabric.device) if fabric.device.type == "cuda" else None
         self.hash = 0
         self.log: deque[str] = deque(maxlen=LOG_LENGTH)
@@ -159,7 +166,7 @@ class Lane:
         self._note(Collective.ALL_REDUCE, whole, label)
         if self._by_message:
             # The same two exchanges as reduce-scatter and all-gather, so that every stage adds in the same order.
-            mine = whole.chunk(self.fabric.world)[self.fabric.rank]
+            mine = whole.tensor_split(self.world)[self.rank]
             reduced = self._exchange_and_average(whole, mine, _tag("r", label))
 
             def finish() -> None:
@@ -190,13 +197,13 @@ class Lane:
         self.log.append(entry)
         self.fabric.progress(f"{entry} ({self.name})")
         if self.group is not None:
-            self.fabric.meter.add(kind, whole)
+            self.meter.add(kind, whole)
 
     def _on_stream(self, run: Callable[[], None]) -> Pending:
         if self.stream is None:
             with self.blaming_stalls():
                 run()
-            return _Done()
+            return Done()
         # The lane starts after what the device was given so far: inputs are then written, and memory that a release
         # gave back is no longer read. What comes after on the device runs beside it.
         self.stream.wait_stream(torch.cuda.current_stream(self.fabric.device))
@@ -215,14 +222,14 @@ class Lane:
         # Dividing first keeps fp16 sums from overflowing; for the others once, afterwards, is a smaller pass.
         first = inputs.dtype is torch.float16
         if first:
-            inputs.div_(self.fabric.world)
+            inputs.div_(self.world)
         reduce(dist.ReduceOp.SUM)
         if not first:
-            outputs.div_(self.fabric.world)
+            outputs.div_(self.world)
 
     def _exchange_shards(self, whole: Tensor, shard: Tensor, tag: int) -> Pending:
-        slices = whole.chunk(self.fabric.world)
-        own = slices[self.fabric.rank]
+        slices = whole.tensor_split(self.world)
+        own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         with self.blaming_stalls():
@@ -231,10 +238,10 @@ class Lane:
         return _Messages(self, lambda: self._complete(works))
 
     def _exchange_and_average(self, whole: Tensor, shard: Tensor, tag: int) -> Pending:
-        world, rank = self.fabric.world, self.fabric.rank
+        world, rank = self.world, self.rank
         if whole.dtype is torch.float16:
             whole.div_(world)
-        slices = whole.chunk(world)
+        slices = whole.tensor_split(world)
         peers = self._peers()
         # One slice is in flight to this rank at a time: the extra memory is a shard, not a flat.
         arrived = torch.empty_like(slices[rank])
@@ -256,7 +263,7 @@ class Lane:
 
     def _peers(self) -> list[int]:
         """The other ranks, each rank starting with another one."""
-        return [(self.fabric.rank - step) % self.fabric.world for step in range(1, self.fabric.world)]
+        return [(self.rank - step) % self.world for step in range(1, self.world)]
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return _work(dist.isend(tensor, group=self.group, group_dst=peer, tag=tag))
@@ -270,37 +277,66 @@ class Lane:
 
 
 class Fabric:
-    """The ranks that share a model: who they are, the two lanes between them, and what they must agree on."""
+    """The ranks that share a model: who they are, the lanes between them, and what they must agree on.
 
-    def __init__(self, device: torch.device, stall_timeout: float, group: dist.ProcessGroup | None = None) -> None:
+    With a two-dimensional mesh, states are divided among the ranks of a row, and rows are replicas of each other:
+    gathers and reduces stay inside a row, and the shards of averaged gradients are averaged once more between rows.
+    """
+
+    def __init__(self, device: torch.device, stall_timeout: float, mesh: Sequence[Sequence[int]] | None = None) -> None:
         self.device = device
         self.stall_timeout = stall_timeout
         self.patience = timedelta(seconds=stall_timeout)
-        self.meter = Meter()
+        self.meter, self.meter_between = Meter(), Meter()
         self.rank, self.world, self.backend = 0, 1, "none"
         self._watchdog: Watchdog | None = None
-        members: dist.ProcessGroup | None = None
+        self.group = gathers = reduces = between = None
         if dist.is_initialized():
-            members = group or dist.group.WORLD
-            assert members is not None
-            self.rank, self.world = dist.get_rank(members), dist.get_world_size(members)
-            self.backend = _backend_for(members, device)
-        self.group = second = None
-        if members is not None and self.world > 1:
-            self.group, second = self._new_group(members), self._new_group(members)
-            if self.backend != "fake":
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.backend = _backend_for(dist.group.WORLD, device)
+        if self.world > 1:
+            rows = mesh or [range(self.world)]
+            self.group = self._new_groups([range(self.world)])
+            gathers, reduces = self._new_groups(rows), self._new_groups(rows)
+            between = self._new_groups(list(zip(*rows, strict=True)))
+            if self.group is not None and self.backend != "fake":
                 self._watchdog = Watchdog.start(self.rank, self.world, self.group.group_name)
                 weakref.finalize(self, self._watchdog.stop)
-        self.gathers = Lane("gathers", self, self.group)
-        self.reduces = Lane("reduces", self, second)
+        self.gathers = Lane("gathers", self, gathers, self.meter)
+        self.reduces = Lane("reduces", self, reduces, self.meter)
+        self.between = Lane("between replicas", self, between, self.meter_between)
+        if self.reduces.stream is not None:
+            self.between.stream = self.reduces.stream  # one after the other anyway
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _new_group(self, members: dist.ProcessGroup) -> dist.ProcessGroup:
+    @property
+    def shard_rank(self) -> int:
+        """Which shard is this rank's."""
+        return self.gathers.rank
+
+    @property
+    def shards(self) -> int:
+        """Among how many ranks states are divided."""
+        return self.gathers.world
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return (self.gathers, self.reduces, self.between)
+
+    def _new_groups(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Makes a group of every row, as all ranks must; returns this rank's, or None if it is alone in it."""
+        mine = None
+        for row in rows:
+            if len(row) > 1:
+                group = self._new_group(list(row))
+                mine = group if self.rank in row else mine
+        return mine
+
+    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup | None:
         # NCCL's own watchdog would abort the process without a word on who was missing, so its limit stays long.
         limit = None if self.backend == "nccl" else self.patience
-        created = dist.new_group(dist.get_process_group_ranks(members), timeout=limit)
-        assert isinstance(created, dist.ProcessGroup)
-        return created
+        created = dist.new_group(ranks, timeout=limit)
+        return created if isinstance(created, dist.ProcessGroup) else None
 
     def progress(self, where: str) -> None:
         if self._watchdog is not None:
@@ -352,13 +388,13 @@ class Fabric:
         return [int(value) for value in agreed.tolist()]
 
     def gather_scalars(self, value: Tensor) -> Tensor:
-        """Every rank's scalar, in rank order, on the device: summed in that order they give all ranks the same bits."""
-        if self.group is None:
+        """Each shard's scalar, in order, on the device: summed in that order they give all ranks the same bits."""
+        if self.gathers.group is None:
             return value.reshape(1)
-        gathered = torch.empty(self.world, dtype=value.dtype, device=value.device)
+        gathered = torch.empty(self.shards, dtype=value.dtype, device=value.device)
         self.progress("gradient norm")
         with self.gathers.blaming_stalls():
-            _all_gather(gathered, value.reshape(1), self.group)
+            _all_gather(gathered, value.reshape(1), self.gathers.group)
         return gathered
 
     def _wait_on_host(self, event: torch.cuda.Event) -> None:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STAGES = (0, 1, 2, 3, "auto")
 STAGE_3_ONLY = ("keep", "prefetch")
+EMPTY: Literal["empty"] = "empty"
 LONGEST_STALL = 365.0 * 24 * 3600
 
 
@@ -165,8 +170,11 @@ class Precision:
 class Config:
     """Every option of ``shard()``. A field either has an effect or is refused, with the remedy."""
 
-    stage: int = 3
-    """ZeRO stage: 0 divides nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    stage: int | Literal["auto"] = 3
+    """ZeRO stage: 0 divides nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+
+    "auto" takes the lowest one whose model states fit the device, and prints which and why.
+    """
     precision: Precision = field(default_factory=Precision)
     """Dtypes: "fp32", "bf16", "fp16" or a ``Precision``. None keeps each parameter's own."""
     clip_grad_norm: float | None = None
@@ -186,12 +194,22 @@ class Config:
     """You vouch that an optimizer zeroshard does not know updates each element by itself."""
     device: torch.device | None = None
     """Where the model trains. By default the parameters' device, or this rank's GPU for a model on CPU or meta."""
+    mesh: DeviceMesh | None = None
+    """A two-dimensional mesh: states are divided along its second dimension and replicated along its first."""
+    init: Callable[[nn.Module], object] | Literal["empty"] | None = field(default=None, repr=False)
+    """For a model on the meta device: called on each module in the order of ``modules()``, to set what it holds.
+
+    By default each module's ``reset_parameters()``, or Hugging Face's ``_init_weights``. "empty" leaves zeros, for dry
+    runs. With ``weights`` it is called on modules whose buffers no file has.
+    """
+    weights: Path | None = None
+    """Folder of Hugging Face safetensors, or one such file: every rank reads its shards from there, and no more."""
     stall_timeout: float = 30.0
     """Seconds after which a collective that some rank does not join raises, naming that rank."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage={self.stage!r} must be 0, 1, 2 or 3")
+        if not isinstance(self.stage, int | str) or isinstance(self.stage, bool) or self.stage not in STAGES:
+            raise ValueError(f'stage={self.stage!r} must be 0, 1, 2, 3 or "auto"')
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision.parse(self.precision))
         if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:
@@ -211,7 +229,20 @@ class Config:
             object.__setattr__(self, "device", torch.device(self.device))
             if self.device.type not in ("cpu", "cuda"):
                 raise ValueError(f"device={str(self.device)!r} cannot train; use a CPU or CUDA device")
-        if self.stage < 3:
+        if self.mesh is not None:
+            if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 2:
+                raise ValueError(f"mesh={self.mesh!r} must be a DeviceMesh of two dimensions: replicas, then shards")
+            if self.stage == 0:
+                raise ValueError("mesh has no effect in stage 0, where nothing is divided; leave it out")
+        if self.init is not None and self.init != EMPTY and not callable(self.init):
+            raise ValueError(f"init={self.init!r} must be a function of one module, or {EMPTY!r}")
+        if self.weights is not None:
+            if not isinstance(self.weights, str | os.PathLike) or not os.fspath(self.weights):
+                raise ValueError(f"weights={self.weights!r} must be the path of a folder or of a .safetensors file")
+            object.__setattr__(self, "weights", Path(self.weights))
+            if self.init == EMPTY:
+                raise ValueError(f"init={EMPTY!r} and weights= exclude each other; leave one out")
+        if self.stage != 3:
             for name in STAGE_3_ONLY:
                 if getattr(self, name) is not None:
                     raise ValueError(_without_effect(name, getattr(self, name), self.stage))
@@ -239,12 +270,14 @@ def problems(options: Mapping[str, object], path: str) -> list[str]:
             except (ValueError, TypeError, RuntimeError) as error:
                 found.append(f"{path}.{name}: {error}")
             else:
-                if name in STAGE_3_ONLY and value is not None and stage in (0, 1, 2):
+                if name in STAGE_3_ONLY and value is not None and stage in (0, 1, 2, "auto"):
                     found.append(f"{path}.{name}: {_without_effect(name, value, stage)}")
     return found
 
 
 def _without_effect(name: str, value: object, stage: object) -> str:
+    if stage == "auto":
+        return f"{name}={value!r} has an effect in stage 3 alone, and stage is 'auto'; leave it out or use stage=3"
     return (
         f"{name}={value!r} has no effect in stage {stage}, where parameters are whole at rest; "
         "leave it out or use stage=3"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
-from .comm import Fabric, Pending
+from .comm import Done, Fabric, Pending
 from .config import Extent, Precision, StateTable
 from .layout import FlatLayout, Range
 from .placeholder import Placeholders
@@ -148,15 +148,24 @@ class FlatGradient:
             return _Reduction(None, local, local)
         local = local.to(self._reduce_dtype)
         lane = self._fabric.reduces
+        pending: Pending
         if self._table.optimizer.extent is Extent.WHOLE:
-            out, pending = local, lane.all_reduce(local, self.label)
+            out, pending = local, Done() if lane.group is None else lane.all_reduce(local, self.label)
         else:
             if self._table.gradients.extent is Extent.WHOLE:
                 out = local[self.own.start : self.own.stop]
             else:
                 out = self._new(self.own.numel, self._reduce_dtype)
             pending = lane.reduce_scatter(local, out, self.label)
-        return _Reduction(pending, local, out)
+        return _Reduction(self._average_between_replicas(pending, out), local, out)
+
+    def _average_between_replicas(self, inside: Pending, out: Tensor) -> Pending:
+        lane = self._fabric.between
+        if lane.group is None:
+            return inside
+        if lane.stream is None:
+            inside.wait()  # messages are awaited on the host; on a stream the order is enough
+        return lane.all_reduce(out, self.label)
 
     def settle(self) -> None:
         """Waits for reduces under way and puts their result where gradients live."""

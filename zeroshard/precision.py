@@ -42,7 +42,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         if type(value) is dict:
             return changed
         mapping: Any = copy.copy(value)
-        mapping.update(changed)
+        for key, entry in changed.items():  # not update(), which Hugging Face's outputs refuse
+            mapping[key] = entry
         return mapping
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, entry) for entry in value))

@@ -132,7 +132,7 @@ class Reducer:
 
     def _compare(self) -> None:
         """One all-reduce (maximum) of small integers; a pair (x, -x) tells whether all ranks have the same x."""
-        lanes = (self._fabric.gathers, self._fabric.reduces)
+        lanes = self._fabric.lanes
         same = [self._backwards, *(lane.hash for lane in lanes)]
         flats = [*self._early, *self._late]
         used = [mark for flat in flats for mark in gradient_of(flat).used]

@@ -34,7 +34,9 @@ class Runtime(NotCopyable):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
     ) -> None:
         self.model, self.config, self.fabric = model, config, fabric
-        self.table = state_table(config.stage, fabric.world)
+        assert config.stage != "auto", "chosen by shard()"
+        self.stage = config.stage
+        self.table = state_table(config.stage, fabric.shards)
         self.placeholders = Placeholders(fabric.device)
         precision = config.precision
         itemsize = precision.parameters.itemsize if precision.parameters is not None else None
@@ -54,12 +56,13 @@ class Runtime(NotCopyable):
         self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
         self._volume: dict[str, Traffic] = {}
+        self._volume_between: dict[str, Traffic] = {}
         self._memory_at_step: Memory | None = None
         self.optimizer: ShardedOptimizer | None = None
         self.names_only = False
         """See ``guards.names_only``."""
 
-        adopt_values(model, self.units, fabric)
+        adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
         self.reducer = Reducer(self.units, fabric, by_position=sharded_parameters)
         self.schedule = Schedule(
@@ -137,7 +140,9 @@ class Runtime(NotCopyable):
         flats = [flat for unit in self.units for flat in unit.flats]
         kept = [unit for unit in self.units if self.schedule.kept(unit) and any(f.sharded for f in unit.flats)]
         return Stats(
+            stage=self.stage,
             volume=dict(self._volume),
+            volume_between=dict(self._volume_between),
             parameters=sum(flat.layout.parameters for flat in flats),
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
@@ -163,7 +168,8 @@ class Runtime(NotCopyable):
         self._memory_at_step = self._measure()
 
     def _after_step(self) -> None:
-        self._volume = {kind.value: traffic for kind, traffic in self.fabric.meter.take().items()}
+        self._volume = self.fabric.meter.take()
+        self._volume_between = self.fabric.meter_between.take()
 
 
 def runtime_of(model: nn.Module) -> Runtime:

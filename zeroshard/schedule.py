@@ -167,7 +167,7 @@ class Schedule:
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():
-            _hook_outputs(output, self._before_backward_hooks[unit])
+            _hook_outputs(output, self._before_backward_hooks[unit], "unit")
         if self._sharded and not compat.in_backward() and not self._held_for_backward(unit):
             unit.release()
 
@@ -182,7 +182,7 @@ class Schedule:
         if self._config.precision.output is not None:
             output = cast_floating(output, self._config.precision.output)
         if torch.is_grad_enabled():
-            _hook_outputs(output, self._before_model_backward_hook)
+            _hook_outputs(output, self._before_model_backward_hook, "model")
         return output
 
     def _held_for_backward(self, unit: Unit) -> bool:
@@ -254,10 +254,15 @@ class Schedule:
             self._reducer.end_backward()
 
 
-def _hook_outputs(output: Any, hook: Hook) -> None:
+def _hook_outputs(output: Any, hook: Hook, whose: str) -> None:
+    """Hooks the tensors that a unit, or the model, made. One that it only passes on belongs to who made it."""
     for tensor in tensors_in(output):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(hook)
+        node: Any = tensor.grad_fn
+        if node is not None:
+            hooked: set[int] = node.metadata.setdefault(f"zeroshard.{whose}", set())
+            if tensor.output_nr not in hooked:
+                hooked.add(tensor.output_nr)
+                tensor.register_hook(hook)
 
 
 def _pass_gradient_on(

@@ -66,13 +66,13 @@ class Flat:
         placeholders: Placeholders,
     ) -> None:
         self.label = label
-        self.layout: FlatLayout = flat_layout([(name, parameter.shape) for name, parameter in members], fabric.world)
+        self.layout: FlatLayout = flat_layout([(name, parameter.shape) for name, parameter in members], fabric.shards)
         self.parameters = [parameter for _, parameter in members]
         self.trainable = self.parameters[0].requires_grad
         self.origin_dtype = self.parameters[0].dtype
         self.dtype = precision.parameters or self.origin_dtype
         self.master_dtype = torch.float32 if precision.keeps_master and self.trainable else self.dtype
-        self.shard_range = self.layout.shard(fabric.rank)
+        self.shard_range = self.layout.shard(fabric.shard_rank)
         self.own = self.shard_range if table.optimizer.extent is Extent.SHARD else self.layout.whole
         self.sharded = table.parameters.extent is Extent.SHARD
         self.presence = Presence.PRESENT
@@ -119,8 +119,15 @@ class Flat:
         return [slot.view(whole) for slot in self.layout.slots]
 
     def adopt(self, origin: Tensor) -> None:
-        """Takes rank 0's first values: what this rank keeps is cut out of them, and parameters point here from now."""
+        """Takes rank 0's first values."""
         self._fabric.broadcast(origin)
+        self.keep(origin)
+
+    def keep(self, origin: Tensor) -> None:
+        """Cuts what this rank keeps out of the first values; parameters point here from now.
+
+        Only those ranges need be right: a rank that reads from disk has read no others.
+        """
         self.whole = origin.to(self.dtype)
         part = slice(self.shard_range.start, self.shard_range.stop)
         self.shard = self.whole[part].clone() if self.sharded else self.whole[part]

@@ -54,7 +54,9 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "config", nargs="?", default=DEFAULT_PRESET, help="a TOML file, or the name of a preset (default: %(default)s)"
     )
     parser.add_argument("--list", action="store_true", help="show the presets and end")
-    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage; short for --set shard.stage=N")
+    parser.add_argument(
+        "--stage", type=_stage, metavar="{0,1,2,3,auto}", help="ZeRO stage; short for --set shard.stage=N"
+    )
     parser.add_argument("--precision", choices=DTYPES, help="by default fp32 on CPU, bf16 on GPU")
     parser.add_argument("--device", choices=DEVICES, help="auto takes the GPUs where there are some")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
@@ -155,3 +157,8 @@ def _list_presets() -> int:
         size = f"{billions:.1f}B" if billions > 1 else f"{1000 * billions:.1f}M"
         print(f"{job.name:14} {size:>7}  {job.model.layers} layers of {job.model.hidden}, stage {job.shard['stage']}")
     return 0
+
+
+def _stage(text: str) -> int | str:
+    """A stage as it is written on the command line."""
+    return int(text) if text in ("0", "1", "2", "3") else text

@@ -45,8 +45,12 @@ class Memory:
 class Stats:
     """What ``zeroshard.stats(model)`` tells."""
 
+    stage: int
+    """The ZeRO stage that runs."""
     volume: Mapping[str, Traffic]
     """By collective, what the last completed step moved. A step runs from one ``optimizer.step()`` to the next."""
+    volume_between: Mapping[str, Traffic]
+    """With a mesh, what moved between replicas; ``volume`` is then what moved inside them."""
     parameters: int
     """Ψ: the elements of all parameters."""
     padded_parameters: int

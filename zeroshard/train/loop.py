@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.config import Config
 from zeroshard.machine import usable_cores
 from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT, sample
@@ -88,6 +87,7 @@ def train(job: Job, out: Path) -> None:
                     journal.evaluated(step, evaluate(model, job, corpus, here))
 
     weights = zeroshard.full_state_dict(model, rank=0)
+    stage = zeroshard.stats(model).stage
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves early would look like one that failed
         dist.destroy_process_group()
@@ -96,8 +96,6 @@ def train(job: Job, out: Path) -> None:
     del model, optimizer, scheduler, loss  # room for the sample
     say(console, f"saved {save_weights(out, job.model, weights)}")
     say(console, _sampled_text(job, out, here.device))
-    stage = options.get("stage", Config().stage)
-    assert isinstance(stage, int), "shard() has checked it"
     console.print(closing_table(journal.outcome(stage=stage, world=here.world, precision=str(options["precision"]))))
 
 

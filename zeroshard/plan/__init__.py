@@ -1,0 +1,1 @@
+"""What a configuration needs, known before it runs. Nothing in here communicates."""

@@ -1,0 +1,101 @@
+"""The papers' memory formula for any stage, dtype and optimizer, and the lowest stage that fits a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config import Extent, Precision, state_table
+
+STATES_SHARE = 0.7
+"""Model states may take this share of a device; the rest is for activations and buffers, which are not foreseen yet."""
+
+STATE_TENSORS = {
+    torch.optim.ASGD: 1,
+    torch.optim.Adadelta: 2,
+    torch.optim.Adagrad: 1,
+    torch.optim.Adam: 2,
+    torch.optim.AdamW: 2,
+    torch.optim.Adamax: 2,
+    torch.optim.NAdam: 2,
+    torch.optim.RAdam: 2,
+    torch.optim.RMSprop: 1,
+    torch.optim.Rprop: 2,
+    torch.optim.SGD: 0,
+}
+"""Tensors of a parameter's size that an optimizer keeps; options may add some. Unknown ones count as Adam."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of model states of a whole model, before they are divided among ranks."""
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+
+    def per_rank(self, stage: int, world: int) -> float:
+        """Bytes on one rank (ZeRO, section 5): each kind whole, or an N-th, as the stage's table says.
+
+        >>> psi = 7_500_000_000
+        >>> [round(StateBytes(2 * psi, 2 * psi, 12 * psi).per_rank(stage, 64) / 1e9, 1) for stage in range(4)]
+        [120.0, 31.4, 16.6, 1.9]
+        """
+        table = state_table(stage, world)
+
+        def share(extent: Extent) -> int:
+            return world if extent is Extent.SHARD else 1
+
+        return (
+            self.parameters / share(table.parameters.extent)
+            + self.gradients / share(table.gradients.extent)
+            + self.optimizer_states / share(table.optimizer.extent)
+        )
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision) -> StateBytes:
+    """What a model's states take in a given precision. Frozen parameters have neither gradients nor states."""
+    parameters = gradients = states = 0
+    tensors = 2.0 if optimizer is None else _state_tensors(optimizer)
+    for parameter in model.parameters():
+        width = (precision.parameters or parameter.dtype).itemsize
+        parameters += width * parameter.numel()
+        if parameter.requires_grad:
+            gradients += width * parameter.numel()
+            master = 4 if precision.keeps_master else width
+            states += int((tensors * master + (4 if precision.keeps_master else 0)) * parameter.numel())
+    return StateBytes(parameters, gradients, states)
+
+
+def lowest_stage_that_fits(states: StateBytes, shards: int, available: int) -> int:
+    """The lowest stage whose model states leave room for the rest; stage 3 if none does."""
+    fitting = (stage for stage in range(4) if states.per_rank(stage, shards) <= STATES_SHARE * available)
+    return next(fitting, 3)
+
+
+def explain_choice(stage: int, states: StateBytes, shards: int, available: int) -> str:
+    """One line on why a stage was chosen."""
+    budget, need = STATES_SHARE * available, states.per_rank(stage, shards)
+    sizes = ", ".join(f"stage {other}: {states.per_rank(other, shards) / 1e9:.2f}" for other in range(4))
+    verdict = "the lowest that fits" if need <= budget else "and even that may not fit"
+    return (
+        f"zeroshard: stage {stage} chosen, {verdict}: model states in GB per rank ({sizes}) against "
+        f"{budget / 1e9:.2f}, which is {STATES_SHARE:.0%} of the {available / 1e9:.2f} GB available"
+    )
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> float:
+    base = STATE_TENSORS.get(type(optimizer), 2)
+    return _mean(base + _extra(group) for group in optimizer.param_groups)
+
+
+def _extra(group: dict[str, object]) -> int:
+    return sum(bool(group.get(option)) for option in ("momentum", "amsgrad", "centered"))
+
+
+def _mean(values: Iterable[float]) -> float:
+    collected = list(values)
+    return sum(collected) / len(collected)
