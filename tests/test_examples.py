@@ -1,0 +1,133 @@
+"""The examples run, alone and under torchrun; sharding changes a few of their lines and none of their losses."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+README = (EXAMPLES / "README.md").read_text()
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+COMMANDS = [line for language, text in FENCED if not language for line in text.splitlines()]
+STEPS = 4
+SMALL = ["--steps", str(STEPS), "--report-every", "1", "--batch", "2", "--sequence", "32"]
+CHANGED_LINES = 8
+TIMEOUT = 180
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script, its sharded twin, and what both save."""
+
+    original: Path
+    sharded: Path
+    saved: str
+
+    def weights(self, out: Path) -> dict[str, torch.Tensor]:
+        if self.saved.endswith(".safetensors"):
+            return load_file(out / self.saved)
+        loaded: dict[str, torch.Tensor] = torch.load(out / self.saved, weights_only=True)
+        return loaded
+
+
+EXAMPLE_PAIRS = [
+    Example(EXAMPLES / "nanogpt/train.py", EXAMPLES / "nanogpt/train_zeroshard.py", "weights.pt"),
+    Example(
+        EXAMPLES / "huggingface/finetune.py", EXAMPLES / "huggingface/finetune_zeroshard.py", "out/model.safetensors"
+    ),
+]
+each_example = pytest.mark.parametrize("example", EXAMPLE_PAIRS, ids=lambda example: example.original.parent.name)
+
+
+def run(command: str, example: Example, folder: Path) -> list[float]:
+    """Runs a command of the examples' README, small, and returns the losses it printed."""
+    program, *arguments = shlex.split(command)
+    start = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}[program]
+    out = folder / Path(example.saved).parts[0]
+    done = subprocess.run(
+        [sys.executable, *start, *arguments, *SMALL, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^step (\d+): loss ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in lines] == list(range(1, STEPS + 1))  # one rank speaks
+    return [float(loss) for _, loss in lines]
+
+
+def commands_of(example: Example) -> tuple[str, str, str]:
+    """The README's three commands for an example: the original, one rank, two ranks."""
+    original, one, two = (line for line in COMMANDS if f"examples/{example.original.parent.name}/" in line)
+    assert original.split() == ["python", f"{example.original.relative_to(ROOT)}"]
+    assert one.split() == ["python", f"{example.sharded.relative_to(ROOT)}"]
+    assert two.split()[:3] == ["torchrun", "--nproc-per-node", "2"]
+    return original, one, two
+
+
+def code_lines(path: Path) -> list[str]:
+    """A script's code without docstring, comments and blank lines."""
+    tree = ast.parse(path.read_text())
+    tree.body = tree.body[1:]
+    return [line for line in ast.unparse(tree).splitlines() if line]
+
+
+def changes(before: list[str], after: list[str]) -> list[str]:
+    compared = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    return [line for line in compared if line[0] in "+-" and line[1:].strip()]
+
+
+@each_example
+def test_one_rank_gives_the_original_losses_and_two_ranks_learn(example: Example, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("original", "one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    losses = [run(command, example, folder) for command, folder in zip(commands_of(example), folders, strict=True)]
+    original, one, two = losses
+    assert one[0] == original[0]
+    assert one == pytest.approx(original, rel=1e-6)  # the norms of clipping round differently
+    assert two[-1] < two[0]
+    plain, *shardeds = (example.weights(folder) for folder in folders)
+    for weights in shardeds:
+        assert {name: value.shape for name, value in weights.items()} == {
+            name: value.shape for name, value in plain.items()
+        }
+    for name, value in shardeds[0].items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@each_example
+def test_at_most_eight_lines_of_code_change(example: Example) -> None:
+    changed = changes(code_lines(example.original), code_lines(example.sharded))
+    assert sum(line.startswith("+") for line in changed) <= CHANGED_LINES
+    assert sum(line.startswith("-") for line in changed) <= CHANGED_LINES
+
+
+@each_example
+def test_the_readme_shows_every_changed_line(example: Example) -> None:
+    name = str(example.original.relative_to(EXAMPLES))
+    (shown,) = (text for language, text in FENCED if language == "diff" and name in text)
+    shown_lines = [line for line in shown.splitlines()[2:] if line[:1] in ("+", "-") and line[1:].strip()]
+    before, after = (path.read_text().splitlines() for path in (example.original, example.sharded))
+    assert shown_lines == changes(before, after)
