@@ -5,9 +5,10 @@ ARGS   ?=
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := $(VENV)/.peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format clean
+.PHONY: help setup train test bench lint format clean
 
 help:  ## show this list
 	@echo "zeroshard: ZeRO stages 0 to 3 for unchanged PyTorch models. The first target you run also sets up $(VENV)."
@@ -31,6 +32,15 @@ train: $(READY)  ## train a 10M-parameter GPT on the Python standard library's s
 
 test: lint  ## lint, then run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+# DeepSpeed is the one peer that torch does not bring. Without it the others are still compared, and the table says so.
+$(PEERS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]' || \
+		echo "DeepSpeed could not be installed and will be left out"
+	@touch $@
+
+bench: $(PEERS)  ## tokens/s and peak memory beside DDP, FSDP2 and DeepSpeed, on two CPU ranks (about five minutes)
+	$(BIN)/python benchmarks/cpu_step.py $(ARGS)
 
 lint: $(READY)  ## ruff (lint and format) and mypy --strict
 	$(BIN)/ruff check .
