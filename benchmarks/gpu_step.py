@@ -1,8 +1,9 @@
 """Time and peak memory of a training step on one GPU, side by side with plain torch and FSDP2, in one process.
 
-    python benchmarks/gpu_step.py [--layers 48] [--hidden 1600] [--batch 8] [--steps 8] [--out results.json]
+    PYTHONPATH=. python benchmarks/gpu_step.py [--layers 48] [--hidden 1600] [--batch 8] [--steps 8] [--out FILE]
 
-Worlds larger than one are fake process groups: this rank's kernels and memory are real, nothing is sent.
+Worlds larger than one are fake process groups: this rank's kernels and memory are real, nothing is sent. With
+``--link`` every collective takes the time that it would over that link (benchmarks/delayed_group.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
+from benchmarks.delayed_group import LINKS, DelayedGroup, delayed_world
 from zeroshard.train.gpt import GPT, Block, ModelConfig
 
 Step = Callable[[Tensor, Tensor], None]
@@ -37,13 +39,20 @@ class Result:
     seconds: float
     peak_gib: float
     at_rest_gib: float
+    link: str = ""
+    communication: float = 0.0
+    """Seconds a step that the link is busy."""
 
 
 @contextmanager
-def world_of(size: int) -> Iterator[None]:
-    """A fake process group of ``size`` ranks; none for one."""
+def world_of(size: int, link: str = "") -> Iterator[None]:
+    """A fake process group of ``size`` ranks, with delays if a link is given; none for one."""
     if size == 1:
         yield
+        return
+    if link:
+        with delayed_world(size, LINKS[link]):
+            yield
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
@@ -123,7 +132,7 @@ def measure(name: str, world: int, build: Callable[[ModelConfig], Step], config:
     gc.collect()
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
-    with world_of(world):
+    with world_of(world, args.link):
         step = build(config)
         for _ in range(3):
             step(tokens, targets)
@@ -131,6 +140,7 @@ def measure(name: str, world: int, build: Callable[[ModelConfig], Step], config:
         torch.cuda.reset_peak_memory_stats()
         rest = torch.cuda.memory_allocated()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(args.steps + 1)]
+        DelayedGroup.spent = 0.0
         events[0].record()
         for event in events[1:]:
             step(tokens, targets)
@@ -146,7 +156,8 @@ def measure(name: str, world: int, build: Callable[[ModelConfig], Step], config:
             print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
         del step
     gc.collect()
-    return Result(name, world, seconds, (peak - base) / 2**30, (rest - base) / 2**30)
+    sent = DelayedGroup.spent / args.steps
+    return Result(name, world, seconds, (peak - base) / 2**30, (rest - base) / 2**30, args.link, sent)
 
 
 def main() -> None:
@@ -160,6 +171,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--link", default="", choices=["", *LINKS], help="delay collectives as over this link")
     parser.add_argument("--only", default="", help="run variants whose name contains this")
     parser.add_argument("--profile", default="", help="profile the variant name@world that contains this")
     parser.add_argument("--out", default="gpu_step.json")
@@ -187,6 +199,8 @@ def main() -> None:
                     continue
                 last = results[-1]
                 memory = f"peak {last.peak_gib:.2f} GiB  at rest {last.at_rest_gib:.2f}"
+                if args.link:
+                    memory += f"  {args.link} busy {last.communication:.4f} s"
                 print(f"{name:20} world {world}: {last.seconds:.4f} s  {memory}")
     with open(args.out, "w") as file:
         json.dump([asdict(result) for result in results], file, indent=1)

@@ -56,7 +56,10 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def default_store() -> Any:
     """The key-value store behind the default process group, where ranks post how far they are."""
     store = dist.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
+    try:
+        return store.clone()  # a connection of its own, which nobody else can block
+    except (AttributeError, RuntimeError):
+        return store
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -47,7 +47,7 @@ def assert_untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     [
         ({"stages": 2}, r"'stages'.*did you mean 'stage'", TypeError),
         ({"offlaod": "cpu"}, r"'offlaod'", TypeError),
-        ({"stage": 4}, r"stage=4 must be 0, 1, 2 or 3", ValueError),
+        ({"stage": 4}, r'stage=4 must be 0, 1, 2, 3 or "auto"', ValueError),
         ({"stage": -1}, r"stage=-1", ValueError),
         ({"stage": "2"}, r"stage='2'", ValueError),
         ({"stage": 1, "prefetch": 1}, r"prefetch=1 has no effect in stage 1.*stage=3", ValueError),
