@@ -1,7 +1,8 @@
 """A process group that sends nothing but takes the time that sending would take, so that overlap can be measured.
 
 One real rank of a world of N: every collective occupies the stream it was issued on, and the one wire that all share,
-for latency + bytes on the wire / bandwidth. Small ones (sizes, agreements) also copy, so that Python objects come through. Values mean nothing.
+for latency + bytes on the wire / bandwidth. Small ones (sizes, agreements) also copy, so that Python objects come
+through. Values mean nothing.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,8 @@ BAD: list[tuple[str, Any]] = [
     *(("prefetch", value) for value in (-1, 1.0, True, "1")),
     *(("elementwise", value) for value in (1, "yes", None)),
     *(("device", value) for value in ("gpu", "cuda:x", 1.5, "meta")),
+    *(("init", value) for value in ("zeros", 3, True, "")),
+    *(("weights", value) for value in (3, True, "", b"folder", ["folder"])),
 ]
 
 
@@ -116,10 +119,17 @@ def test_an_option_without_effect_in_a_stage_is_refused_with_the_remedy(stage: i
         ({"precision": torch.float32}, "precision", Precision(parameters=torch.float32)),
         ({"clip_grad_norm": math.inf}, "clip_grad_norm", math.inf),
         ({"clip_grad_norm": 1}, "clip_grad_norm", 1),
+        ({"weights": "folder"}, "weights", Path("folder")),
+        ({"init": "empty"}, "init", "empty"),
     ],
 )
 def test_short_ways_to_say_things_are_understood(options: dict[str, Any], name: str, expected: object) -> None:
     assert getattr(Config.parse(options), name) == expected
+
+
+def test_weights_and_empty_memory_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"init='empty' and weights= exclude each other"):
+        Config.parse({"init": "empty", "weights": "folder"})
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

@@ -255,7 +255,8 @@ def _check_same_everywhere(
     groups = [] if optimizer is None else optimizer.param_groups
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     settings = [{k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)} for group in groups]
-    facts = [repr(config), f"optimizer {type(optimizer).__name__} with groups {settings}"]
+    init = "a function" if callable(config.init) else repr(config.init)  # whose repr has an address in it
+    facts = [f"{config!r} with init={init}", f"optimizer {type(optimizer).__name__} with groups {settings}"]
     for name, parameter in model.named_parameters():
         trained = "trained" if parameter.requires_grad else "frozen"
         member = f"in group {group_of[id(parameter)]}" if id(parameter) in group_of else "in no group"

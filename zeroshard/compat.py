@@ -55,7 +55,7 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def default_store() -> Any:
     """The key-value store behind the default process group, where ranks post how far they are."""
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     try:
         return store.clone()  # a connection of its own, which nobody else can block
     except (AttributeError, RuntimeError):

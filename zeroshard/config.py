@@ -107,6 +107,11 @@ class Precision:
     """Floating-point outputs of the model are cast to this; by default fp32 with fp16 parameters, else untouched."""
     cast_inputs: bool = True
     """Cast floating-point inputs of the model to the parameters' dtype."""
+    cast_on_gather: bool = False
+    """Stage 3: keep no 16-bit shard, but cast it from the fp32 master at every gather.
+
+    A rank then holds 14Ψ/N bytes of model states instead of the paper's 16Ψ/N, for two more passes over its shard.
+    """
     loss_scale: LossScale | None = None
     """Dynamic loss scaling; on by default with fp16 parameters, refused otherwise."""
 
@@ -118,6 +123,12 @@ class Precision:
                     f"precision.{name}={dtype!r} must be a torch.dtype of at least 16 bits, or a name of it"
                 )
         _require_flag("precision.cast_inputs", self.cast_inputs)
+        _require_flag("precision.cast_on_gather", self.cast_on_gather)
+        if self.cast_on_gather and not self.keeps_master:
+            raise ValueError(
+                f"precision.cast_on_gather has no effect with precision.parameters={self.parameters}: there is no "
+                "master to cast from; leave it out"
+            )
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise ValueError(f"precision.loss_scale={self.loss_scale!r} must be a zeroshard.LossScale")
         if self.parameters is torch.float16:
@@ -237,11 +248,13 @@ class Config:
         if self.init is not None and self.init != EMPTY and not callable(self.init):
             raise ValueError(f"init={self.init!r} must be a function of one module, or {EMPTY!r}")
         if self.weights is not None:
-            if not isinstance(self.weights, str | os.PathLike) or not os.fspath(self.weights):
+            if not isinstance(self.weights, str | os.PathLike) or str(self.weights) == "":
                 raise ValueError(f"weights={self.weights!r} must be the path of a folder or of a .safetensors file")
             object.__setattr__(self, "weights", Path(self.weights))
             if self.init == EMPTY:
                 raise ValueError(f"init={EMPTY!r} and weights= exclude each other; leave one out")
+        if self.precision.cast_on_gather and self.stage != 3:
+            raise ValueError(_without_effect("precision.cast_on_gather", True, self.stage))
         if self.stage != 3:
             for name in STAGE_3_ONLY:
                 if getattr(self, name) is not None:

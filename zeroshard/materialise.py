@@ -87,6 +87,14 @@ def _point_at(flat: Flat, origin: Tensor) -> None:
             parameter.data = view
 
 
+def _take_off_meta(flat: Flat, device: torch.device) -> Tensor:
+    """Memory for what this rank keeps of a flat; its parameters have none of their own before that is filled."""
+    for parameter in flat.parameters:
+        if parameter.is_meta:
+            _give_memory(parameter, torch.empty(0, dtype=parameter.dtype, device=device))
+    return torch.zeros(flat.kept.numel, dtype=flat.master_dtype, device=device)
+
+
 @contextmanager
 def _meta_again_after_an_error(model: nn.Module) -> Iterator[None]:
     """What shard() refuses, it leaves as it was."""
@@ -242,6 +250,9 @@ class _OpenUnits(TorchFunctionMode):
                 self.open(unit)
         return func(*args, **(kwargs or {}))
 
+    def has(self, unit: Unit) -> bool:
+        return unit in self._open
+
     def open(self, unit: Unit) -> None:
         if unit in self._open:
             return
@@ -268,16 +279,12 @@ class _OpenUnits(TorchFunctionMode):
             flat.presence = Presence.PRESENT
             flat.adopt(origin.to(flat.master_dtype))
 
-    def close_all_but(self, kept: set[Unit]) -> None:
-        for unit in [unit for unit in self._open if unit not in kept]:  # in the same order on all ranks
+    def leave(self, unit: Unit) -> None:
+        """Closes a unit, also one that no initialiser has touched, say because ``init`` acts on rank 0 alone."""
+        if unit not in self._unset:
+            self.open(unit)
+        if unit in self._open:
             self.close(unit)
-
-    def close_for_good(self) -> None:
-        """Closes what is open, and takes in units that no initialiser has touched."""
-        for unit in dict.fromkeys(self._unit_of.values()):
-            if unit not in self._unset:
-                self.open(unit)
-        self.close_all_but(set())
 
     @property
     def unset(self) -> list[tuple[str, str]]:
@@ -316,9 +323,10 @@ def _initialise(model: nn.Module, units: list[Unit], fabric: Fabric, config: Con
         if step.initialise is not None:
             with open_units:
                 _call(step.initialise, names[step.module])
-        if following is not None:
-            open_units.close_all_but({unit for unit in units if following.module in members[unit]})
-    open_units.close_for_good()
+        for unit in units:  # in the same order on all ranks
+            inside = following is not None and following.module in members[unit]
+            if not inside and (step.module in members[unit] or open_units.has(unit)):
+                open_units.leave(unit)
     fabric.meter.take()  # units that were opened twice are no step's volume
     unset = [(names[blank.module], blank.name) for blank in blanks if not blank.written()]
     _refuse_unset(model, [*open_units.unset, *unset], fabric)
@@ -343,10 +351,9 @@ def _read(model: nn.Module, units: list[Unit], fabric: Fabric, path: Path, confi
     _refuse_unset(model, [(names[blank.module], blank.name) for blank in not_there if not blank.written()], fabric)
     with _one_for_all(fabric):
         for flat in (flat for unit in units for flat in unit.flats):
-            origin = flat.new_origin()
-            weights.read_flat(flat, origin)
-            _point_at(flat, origin)
-            flat.keep(origin)
+            values = _take_off_meta(flat, fabric.device)
+            weights.read_flat(flat, values)
+            flat.keep(values)
         for buffer in model.buffers():
             if weights.holds(buffer):
                 weights.read_buffer(buffer)
@@ -354,9 +361,7 @@ def _read(model: nn.Module, units: list[Unit], fabric: Fabric, path: Path, confi
 
 def _leave_empty(model: nn.Module, units: list[Unit], fabric: Fabric) -> None:
     for flat in (flat for unit in units for flat in unit.flats):
-        origin = flat.new_origin()
-        _point_at(flat, origin)
-        flat.keep(origin)
+        flat.keep(_take_off_meta(flat, fabric.device))
     for blank in _blank_buffers(model, fabric.device):
         blank.value.zero_()
 

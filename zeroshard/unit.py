@@ -3,7 +3,8 @@
 Every kind of tensor in the package, by name:
 
 - **whole**: a flat's whole parameters, padding included. The model's parameters are views of it while it is *present*.
-- **shard**: this rank's slice of the parameters at rest. Where the table says whole, a view of ``whole``.
+- **shard**: this rank's slice of the parameters at rest. A view of ``whole`` where the table says whole, and where it
+  is cast from the master at every gather.
 - **master**: what the optimizer updates: the range this rank is responsible for, in fp32 behind 16-bit parameters,
   else the parameters themselves.
 - **piece**: the part of one parameter inside the master. Optimizer states belong to pieces.
@@ -26,7 +27,7 @@ from . import compat
 from .comm import Fabric, Pending
 from .config import Extent, Precision, StateTable
 from .gradient import FlatGradient
-from .layout import FlatLayout, UnitSpec, divide_into_flats, flat_layout
+from .layout import FlatLayout, Range, UnitSpec, divide_into_flats, flat_layout
 from .placeholder import Placeholders
 
 
@@ -75,6 +76,7 @@ class Flat:
         self.shard_range = self.layout.shard(fabric.shard_rank)
         self.own = self.shard_range if table.optimizer.extent is Extent.SHARD else self.layout.whole
         self.sharded = table.parameters.extent is Extent.SHARD
+        self.casts_on_gather = precision.cast_on_gather and self.sharded and self.separate_master
         self.presence = Presence.PRESENT
         self.lent = False
         """User code saw the parameters and may have kept a view: the storage is left to it, not emptied under it."""
@@ -118,24 +120,29 @@ class Flat:
         """The parameters as views of a whole flat."""
         return [slot.view(whole) for slot in self.layout.slots]
 
+    @property
+    def kept(self) -> Range:
+        """The range of the parameters that this rank keeps at rest."""
+        return self.shard_range if self.sharded else self.layout.whole
+
     def adopt(self, origin: Tensor) -> None:
-        """Takes rank 0's first values."""
+        """Takes rank 0's first values; this rank keeps its range of them."""
         self._fabric.broadcast(origin)
-        self.keep(origin)
+        self.keep(origin[self.kept.start : self.kept.stop].clone() if self.sharded else origin)
 
-    def keep(self, origin: Tensor) -> None:
-        """Cuts what this rank keeps out of the first values; parameters point here from now.
-
-        Only those ranges need be right: a rank that reads from disk has read no others.
-        """
-        self.whole = origin.to(self.dtype)
-        part = slice(self.shard_range.start, self.shard_range.stop)
-        self.shard = self.whole[part].clone() if self.sharded else self.whole[part]
-        if self.separate_master:
-            own = origin[self.own.start : self.own.stop]
-            self.master = own if own.numel() == origin.numel() else own.clone()
+    def keep(self, values: Tensor) -> None:
+        """Takes the first values of the kept range, in the master's dtype; parameters point here from now."""
+        if self.sharded:
+            self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=values.device)
+            place = slice(self.shard_range.start, self.shard_range.stop)
+            self.shard = self.whole[place] if self.casts_on_gather else values.to(self.dtype)
+            self.master = values if self.separate_master else self.shard
         else:
-            self.master = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
+            self.whole = values.to(self.dtype)
+            self.shard = self.whole[self.shard_range.start : self.shard_range.stop]
+            own = (values if self.separate_master else self.whole)[self.own.start : self.own.stop]
+            divided = self.separate_master and own.numel() < values.numel()
+            self.master = own.clone() if divided else own  # a view would hold all of the values
         if self.trainable:
             self.pieces = [
                 MasterPiece(piece.slot, piece.start, piece.offset, self.master[piece.offset :][: piece.numel])
@@ -153,10 +160,14 @@ class Flat:
         if self.presence is not Presence.RELEASED:
             return
         storage, size = self.whole.untyped_storage(), self.whole.nbytes
+
+        def allocate() -> None:
+            storage.resize_(size)
+            if self.casts_on_gather:
+                self.shard.copy_(self.master)
+
         with compat.label(f"zeroshard.gather {self.label}"):
-            self._pending = self._fabric.gathers.all_gather(
-                self.whole, self.shard, self.label, allocate=lambda: storage.resize_(size)
-            )
+            self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label, allocate)
         self.presence = Presence.UNDER_WAY
 
     def wait(self) -> None:
@@ -187,6 +198,8 @@ class Flat:
             self.lent = False
             self.whole = torch.empty_like(self.whole)
             self._views = self.views_of(self.whole)
+            if self.casts_on_gather:
+                self.shard = self.whole[self.shard_range.start : self.shard_range.stop]
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
 
@@ -195,7 +208,7 @@ class Flat:
     def publish(self) -> None:
         """Makes an updated master visible: into the parameters' dtype, and to the other ranks where they are whole."""
         with compat.label(f"zeroshard.publish {self.label}"):
-            if self.separate_master:
+            if self.separate_master and not self.casts_on_gather:
                 target = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
                 target.copy_(self.master)
             if self._pending is not None:
@@ -213,7 +226,7 @@ class Flat:
         """Takes rank 0's present values as the new ones. A master keeps its lower bits where nothing was changed."""
         assert self.presence is Presence.PRESENT
         self._fabric.broadcast(self.whole)
-        if self.sharded:
+        if self.sharded and not self.casts_on_gather:
             self.shard.copy_(self.whole[self.shard_range.start : self.shard_range.stop])
         self.refresh_master()
 

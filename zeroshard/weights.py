@@ -1,7 +1,7 @@
 """Weights on disk: Hugging Face safetensors, read straight into shards.
 
 Every rank reads the files itself, and of them only the ranges that it keeps: nothing is communicated, ranks read side
-by side, and none ever holds more than its shards and one flat. The price: all ranks must see the same files, on a
+by side, and none ever holds more than it keeps. The price: all ranks must see the same files, on a
 shared file system or as a copy on each node, and where parameters are whole at rest each rank reads all of them (on
 one node from the page cache). Rank 0 reading and broadcasting would spare the copies, but would send every byte
 through one disk and one link while the other ranks wait.
@@ -74,6 +74,11 @@ class Weights:
         if missing or unexpected:
             parts = [f"it lacks {_listed(missing)}"] if missing else []
             parts += [f"it has {_listed(unexpected)}, which the model has not"] if unexpected else []
+            if hasattr(model, "base_model_prefix"):  # a model of transformers
+                parts.append(
+                    "where transformers renames or joins tensors as it loads, call from_pretrained() before shard(), or "
+                    "save model.state_dict() as safetensors once"
+                )
             raise self._error(f"does not fit {type(model).__name__}: {'; '.join(parts)}")
         for name, tensor in named.items():
             if name in stored:
@@ -84,14 +89,12 @@ class Weights:
         """Whether this tensor of the model is on disk. All parameters are; non-persistent buffers are not."""
         return id(tensor) in self._copies
 
-    def read_flat(self, flat: Flat, origin: Tensor) -> None:
-        """Writes those ranges of a flat's first values that this rank keeps; the others stay as they are."""
-        kept = flat.shard_range if flat.sharded else flat.layout.whole
+    def read_flat(self, flat: Flat, target: Tensor) -> None:
+        """Fills ``target`` with the range of a flat that this rank keeps; padding stays as it is."""
         with _OpenFiles() as files:  # closed after each flat, so that pages of the files do not stay mapped
-            for piece in flat.layout.pieces(kept):
-                start = flat.layout.slots[piece.slot].start
-                target = origin[start + piece.start : start + piece.stop]
-                self._read(files, flat.parameters[piece.slot], piece.start, target)
+            for piece in flat.layout.pieces(flat.kept):
+                part = target[piece.offset :][: piece.numel]
+                self._read(files, flat.parameters[piece.slot], piece.start, part)
 
     def read_buffer(self, buffer: Tensor) -> None:
         """Fills a buffer that is on disk."""

@@ -191,3 +191,35 @@ def test_without_precision_parameters_keep_their_dtypes_and_get_no_master() -> N
         state = zeroshard.full_state_dict(model)
         assert state["blocks.1.up.weight"].dtype is torch.bfloat16
         assert state["blocks.2.up.weight"].dtype is torch.float32
+
+
+@on_ranks(2)
+def test_casting_on_gather_saves_the_16_bit_shard_and_changes_no_bit() -> None:
+    plain = build(stage=3, precision="bf16", clip_grad_norm=1.0)
+    losses = run(*plain)
+    lean = build(stage=3, precision=Precision(parameters=torch.bfloat16, cast_on_gather=True), clip_grad_norm=1.0)
+    assert run(*lean) == losses
+    theirs = zeroshard.full_state_dict(plain[0])
+    assert all(torch.equal(value, theirs[name]) for name, value in zeroshard.full_state_dict(lean[0]).items())
+    stats = zeroshard.stats(lean[0])
+    assert stats.memory.parameters == 0
+    before = zeroshard.stats(plain[0]).memory
+    assert before.total - stats.memory.total == 2 * stats.padded_parameters / 2
+
+    with zeroshard.gathered(lean[0], write=True), torch.no_grad():
+        lean[0].last.bias.fill_(3.0)
+    assert run(*lean, steps=1) != losses[:1]
+    assert float(zeroshard.full_state_dict(lean[0])["last.bias"].mean()) == pytest.approx(3.0, abs=0.05)
+
+
+def test_casting_on_gather_is_refused_where_it_has_no_effect() -> None:
+    with pytest.raises(ValueError, match="no master to cast from"):
+        Precision(cast_on_gather=True)
+    model = net()
+    with pytest.raises(ValueError, match=r"cast_on_gather=True has no effect in stage 2"):
+        zeroshard.shard(
+            model,
+            torch.optim.SGD(model.parameters()),
+            stage=2,
+            precision=Precision(parameters=torch.bfloat16, cast_on_gather=True),
+        )

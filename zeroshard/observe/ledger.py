@@ -86,7 +86,7 @@ def measure(model: nn.Module, units: Iterable[Unit], optimizer_tensors: Iterable
             accumulators += extra
     masters = [flat.master for flat in flats if flat.separate_master]
     return Memory(
-        parameters=_bytes(flat.shard for flat in flats),
+        parameters=_bytes(flat.shard for flat in flats if not flat.casts_on_gather),
         gradients=_bytes(gradients),
         accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators),
         optimizer_states=_bytes([*masters, *optimizer_tensors]),
