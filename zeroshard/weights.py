@@ -76,7 +76,7 @@ class Weights:
             parts += [f"it has {_listed(unexpected)}, which the model has not"] if unexpected else []
             if hasattr(model, "base_model_prefix"):  # a model of transformers
                 parts.append(
-                    "where transformers renames or joins tensors as it loads, call from_pretrained() before shard(), or "
+                    "where transformers renames or joins tensors as it loads, call from_pretrained() before shard() or "
                     "save model.state_dict() as safetensors once"
                 )
             raise self._error(f"does not fit {type(model).__name__}: {'; '.join(parts)}")
