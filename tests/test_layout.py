@@ -149,6 +149,9 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
 
 def parameters_by_unit(units: list[UnitSpec]) -> dict[str, set[str]]:
     return {unit.name: {name for name, _ in unit.parameters} for unit in units}
@@ -209,6 +212,9 @@ def test_a_residual_network_has_units_in_each_of_its_four_stages() -> None:
             super().__init__()
             self.conv = nn.Conv2d(channels, channels, 3)
             self.norm = nn.BatchNorm2d(channels)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.conv(x))
 
     stages = {f"layer{number}": nn.Sequential(*(Bottleneck(4) for _ in range(2))) for number in range(1, 5)}
     model = nn.ModuleDict({"stem": nn.Conv2d(3, 4, 3), **stages, "fc": nn.Linear(4, 2)})
@@ -283,6 +289,9 @@ def test_a_unit_above_the_limit_is_split_at_its_children_and_loose_parameters_go
             self.scale = nn.Parameter(torch.ones(8))
             self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
             self.norm = nn.LayerNorm(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x * self.scale)
 
     model = nn.ModuleDict({"blocks": nn.ModuleList(Wide() for _ in range(2))})
     assert [unit.name for unit in find_units(model)] == ["", "blocks.0", "blocks.1"]

@@ -271,8 +271,8 @@ def _split(module: nn.Module, too_big: Callable[[nn.Module], bool]) -> list[nn.M
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """ModuleList and ModuleDict are never called, so no unit can follow their calls: take what they hold."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    """What has no forward (a ModuleList, a ParameterDict) is never called, so no unit can follow it: take its parts."""
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
         return [part for child in module.children() for part in _callable_parts(child)]
     return [module] if _has_parameters(module) else []
 

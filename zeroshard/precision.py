@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import compat
 from .comm import Fabric
@@ -18,19 +18,25 @@ from .reducer import gradient_of
 from .unit import Flat
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor inside tuples, lists, mappings and dataclasses."""
+def tensors_in(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor inside tuples, lists, mappings, dataclasses and plain objects."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from tensors_in(entry)
+        return
+    if value is None or isinstance(value, str | int | float | type | nn.Module) or callable(value):
+        return
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        entries: Iterable[object] = value.values()
     elif isinstance(value, tuple | list):
-        for entry in value:
-            yield from tensors_in(entry)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for entry in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, entry.name))
+        entries = value
+    else:
+        entries = getattr(value, "__dict__", {}).values()
+    for entry in list(entries):
+        yield from tensors_in(entry, seen)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from .buffers import Buffers
 from .comm import DisagreementError, Fabric, Lane
 from .gradient import FlatGradient
 from .unit import Flat, Unit
@@ -26,8 +27,8 @@ IN_FLIGHT = 2
 class Reducer:
     """Reduces the gradients of all trainable flats."""
 
-    def __init__(self, units: Iterable[Unit], fabric: Fabric, *, by_position: bool) -> None:
-        self._fabric = fabric
+    def __init__(self, units: Iterable[Unit], fabric: Fabric, buffers: Buffers, *, by_position: bool) -> None:
+        self._fabric, self._buffers = fabric, buffers
         self._by_position = by_position
         self.flats = [flat for unit in units for flat in unit.trainable_flats]
         self._early: list[Flat] = []
@@ -138,7 +139,7 @@ class Reducer:
         used = [mark for flat in flats for mark in gradient_of(flat).used]
         waiting = [gradient_of(flat).unreduced for flat in flats]
         partial = [flat in self._incomplete for flat in flats]
-        values = [*same, *(-value for value in same), *used, *waiting, *partial]
+        values = [*same, *(-value for value in same), self._buffers.look(), *used, *waiting, *partial]
         agreed = deque(self._fabric.maximum([int(value) for value in values]))
 
         highest = [agreed.popleft() for _ in same]
@@ -152,6 +153,7 @@ class Reducer:
         for lane, high, low in zip(lanes, highest[1:], lowest[1:], strict=True):
             if high != low:
                 raise DisagreementError(self._first_difference(lane))
+        self._buffers.differ = bool(agreed.popleft())
         for flat in flats:
             gradient = gradient_of(flat)
             gradient.used = [bool(agreed.popleft()) for _ in gradient.used]

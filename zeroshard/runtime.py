@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .buffers import Buffers
 from .comm import Fabric, Traffic
 from .config import Config, state_table
 from .hook import NotCopyable
@@ -64,7 +65,8 @@ class Runtime(NotCopyable):
 
         adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
-        self.reducer = Reducer(self.units, fabric, by_position=sharded_parameters)
+        self._buffers = Buffers(model, fabric)
+        self.reducer = Reducer(self.units, fabric, self._buffers, by_position=sharded_parameters)
         self.schedule = Schedule(
             model, self.units, table=self.table, config=config, reducer=self.reducer, scaler=self.scaler
         )
@@ -168,6 +170,7 @@ class Runtime(NotCopyable):
         self._memory_at_step = self._measure()
 
     def _after_step(self) -> None:
+        self._buffers.follow_rank_zero()
         self._volume = self.fabric.meter.take()
         self._volume_between = self.fabric.meter_between.take()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from . import compat
 from .config import Config, Extent, StateTable
 from .hook import Hook
-from .precision import LossScaler, cast_floating, tensors_in
+from .precision import LossScaler, cast_floating, map_tensors, tensors_in
 from .reducer import Reducer, gradient_of
 from .unit import Flat, Presence, Unit
 
@@ -76,6 +76,11 @@ class Schedule:
         self._in_backward: list[Unit] = []
         self._backward_running = False
         self._called: set[Unit] = set()
+        self._blind: set[Unit] = set()
+        """Units of whose outputs autograd shows nothing; held until backward has ended."""
+        self._differentiable = False
+        """A backward with create_graph has run: what it needs will be needed once more, at no foreseeable time."""
+        self._parts = {unit: list(unit.module.modules()) for unit in units[1:]}
         self._before_backward_hooks = {unit: Hook(partial(self._before_backward, unit)) for unit in units}
         self._before_model_backward_hook = Hook(self._before_model_backward)
         self._register(model)
@@ -94,6 +99,7 @@ class Schedule:
     def forget_calls(self) -> None:
         """After a step: which units were called is asked anew."""
         self._called.clear()
+        self._differentiable = False
 
     # -- registration ---------------------------------------------------------------------------------------------
 
@@ -166,10 +172,17 @@ class Schedule:
             self._make_present(unit, self._forward.enter(unit, self._ahead))
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        blind = False
         if torch.is_grad_enabled():
-            _hook_outputs(output, self._before_backward_hooks[unit], "unit")
-        if self._sharded and not compat.in_backward() and not self._held_for_backward(unit):
-            unit.release()
+            hook = self._before_backward_hooks[unit]
+            found = _hook_outputs(output, hook, "unit")
+            if self._sharded:  # a loss that a module leaves in an attribute, as mixtures of experts do
+                found += sum(_hook_outputs(list(vars(part).values()), hook, "unit") for part in self._parts[unit])
+            blind = not found and bool(unit.trainable_flats)  # nothing will tell when its backward begins
+            if blind:
+                self._blind.add(unit)
+        if self._sharded and not compat.in_backward() and not blind and not self._held_for_backward(unit):
+            self._release(unit)
 
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not compat.in_backward():
@@ -177,13 +190,22 @@ class Schedule:
             if self._forward is self._training:
                 self._reducer.set_order([self._root, *self._training.last])
             for unit in self._units:  # also those that were foreseen and not called
-                if not self._held_for_backward(unit):
-                    unit.release()
+                if not self._held_for_backward(unit) and unit not in self._blind:
+                    self._release(unit)
         if self._config.precision.output is not None:
             output = cast_floating(output, self._config.precision.output)
         if torch.is_grad_enabled():
+            if self._scaler is not None:
+                # Aliases on which nothing in the model depends: an output that comes from another is scaled once.
+                output = map_tensors(
+                    lambda tensor: tensor if tensor.grad_fn is None else tensor.view_as(tensor), output
+                )
             _hook_outputs(output, self._before_model_backward_hook, "model")
         return output
+
+    def _release(self, unit: Unit) -> None:
+        if not self._differentiable:
+            unit.release()
 
     def _held_for_backward(self, unit: Unit) -> bool:
         return self._forward is self._training and self.kept(unit)
@@ -207,11 +229,13 @@ class Schedule:
         self._enter_backward(unit)
         for other in self._in_backward:
             if other is not unit and other is not self._root:
-                other.release()
+                self._release(other)
                 self._reducer.passed(other)
         self._in_backward = [unit]
 
     def _begin_backward(self) -> None:
+        if torch.is_grad_enabled():  # in hooks, exactly if the backward itself is to be differentiated
+            self._differentiable = True
         if not self._backward_running:
             self._backward_running = True
             self._backward.begin()
@@ -230,7 +254,10 @@ class Schedule:
         if gradient is None:
             return
         self._begin_backward()
-        if self._sharded and (unit not in self._called or flat.presence is not Presence.PRESENT):
+        # A value that was not there is NaN, and so is what came of it. A gradient that is not came late: autocast,
+        # say, had cast the parameter in an earlier forward. So rare that looking costs nothing.
+        absent = flat.presence is not Presence.PRESENT or (self._sharded and unit not in self._called)
+        if absent and bool(gradient.isnan().any()):
             raise RuntimeError(
                 f"parameter {flat.layout.slots[index].name!r} was used without a call of {unit.title!r}, the module "
                 "it is gathered for, so its value was not there; call that module's forward, or choose units= so that "
@@ -249,20 +276,29 @@ class Schedule:
             self._backward_running = False
             self._backward.end()
             self._in_backward.clear()
+            self._blind.clear()
+            if not torch.is_grad_enabled():
+                self._differentiable = False
             for unit in self._units:
-                unit.release()
+                self._release(unit)
             self._reducer.end_backward()
 
 
-def _hook_outputs(output: Any, hook: Hook, whose: str) -> None:
-    """Hooks the tensors that a unit, or the model, made. One that it only passes on belongs to who made it."""
+def _hook_outputs(output: Any, hook: Hook, whose: str) -> int:
+    """Hooks the tensors that a unit, or the model, made; returns how many tensors have a history at all.
+
+    One that it only passes on belongs to who made it.
+    """
+    found = 0
     for tensor in tensors_in(output):
         node: Any = tensor.grad_fn
         if node is not None:
+            found += 1
             hooked: set[int] = node.metadata.setdefault(f"zeroshard.{whose}", set())
             if tensor.output_nr not in hooked:
                 hooked.add(tensor.output_nr)
                 tensor.register_hook(hook)
+    return found
 
 
 def _pass_gradient_on(

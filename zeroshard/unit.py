@@ -194,7 +194,7 @@ class Flat:
         if self.presence is Presence.PRESENT:
             self.check_unwritten()
             self._point_at_placeholders()
-        if self.lent:
+        if self.lent or not self.whole.untyped_storage().resizable():  # numpy holds on to what it was shown
             self.lent = False
             self.whole = torch.empty_like(self.whole)
             self._views = self.views_of(self.whole)

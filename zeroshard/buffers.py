@@ -1,0 +1,37 @@
+"""Buffers that a model writes while it trains, such as batch norm's running statistics, follow rank 0, as in DDP.
+
+DDP broadcasts them before every forward. Here a step does, and only if some rank wrote to one since the last: a model
+whose buffers are constants pays nothing.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from . import compat
+from .comm import Fabric
+
+
+class Buffers:
+    """The buffers of a model, and whether they were written."""
+
+    def __init__(self, model: nn.Module, fabric: Fabric) -> None:
+        self._model, self._fabric = model, fabric
+        self._seen: list[tuple[int, int]] = []
+        self.differ = False
+        """Some rank wrote to a buffer, as the ranks agreed."""
+        self.look()
+
+    def look(self) -> bool:
+        """Whether this rank wrote to a buffer, or replaced one, since the last look."""
+        before = self._seen
+        self._seen = [(id(buffer), compat.version(buffer)) for buffer in self._model.buffers()]
+        return self._seen != before
+
+    def follow_rank_zero(self) -> None:
+        """Takes rank 0's values where the ranks agreed that they differ."""
+        if self.differ:
+            for buffer in self._model.buffers():
+                self._fabric.broadcast(buffer.data)
+            self.differ = False
+            self.look()
