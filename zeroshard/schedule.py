@@ -177,7 +177,7 @@ class Schedule:
             hook = self._before_backward_hooks[unit]
             found = _hook_outputs(output, hook, "unit")
             if self._sharded:  # a loss that a module leaves in an attribute, as mixtures of experts do
-                found += sum(_hook_outputs(list(vars(part).values()), hook, "unit") for part in self._parts[unit])
+                found += _hook_outputs(_left_in_attributes(self._parts[unit]), hook, "unit")
             blind = not found and bool(unit.trainable_flats)  # nothing will tell when its backward begins
             if blind:
                 self._blind.add(unit)
@@ -282,6 +282,16 @@ class Schedule:
             for unit in self._units:
                 self._release(unit)
             self._reducer.end_backward()
+
+
+def _left_in_attributes(modules: list[nn.Module]) -> list[Any]:
+    """What modules may have kept of a forward: tensors, or collections, in attributes of their own."""
+    return [
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor | list | tuple | dict) and not name.startswith("_")
+    ]
 
 
 def _hook_outputs(output: Any, hook: Hook, whose: str) -> int:

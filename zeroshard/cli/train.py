@@ -160,5 +160,7 @@ def _list_presets() -> int:
 
 
 def _stage(text: str) -> int | str:
-    """A stage as it is written on the command line."""
-    return int(text) if text in ("0", "1", "2", "3") else text
+    """Return a stage as it is written on the command line."""
+    if text not in ("0", "1", "2", "3", "auto"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be 0, 1, 2, 3 or auto")
+    return text if text == "auto" else int(text)
