@@ -105,14 +105,15 @@ def fsdp2(config: ModelConfig) -> Step:
     return step
 
 
-def sharded(stage: int) -> Callable[[ModelConfig], Step]:
+def sharded(stage: int, cast_on_gather: bool = False) -> Callable[[ModelConfig], Step]:
     """Zeroshard at one stage."""
+    precision = zeroshard.Precision(parameters=torch.bfloat16, cast_on_gather=cast_on_gather)
 
     def build(config: ModelConfig) -> Step:
         with torch.device("meta"):
             model = GPT(config)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-        model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision="bf16", clip_grad_norm=1.0)
+        model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision=precision, clip_grad_norm=1.0)
 
         def step(tokens: Tensor, targets: Tensor) -> None:
             model(tokens, targets).backward()
@@ -190,6 +191,7 @@ def main() -> None:
         variants: list[tuple[str, Callable[[ModelConfig], Step]]] = [("plain", plain)] if world == 1 else []
         variants += [("fsdp2", fsdp2)] if world > 1 else []
         variants += [(f"zeroshard stage {stage}", sharded(stage)) for stage in ((0, 3) if world == 1 else (0, 1, 2, 3))]
+        variants += [("zeroshard stage 3, cast_on_gather", sharded(3, cast_on_gather=True))] if world > 1 else []
         for name, build in variants:
             if args.only in name:
                 try:
@@ -201,7 +203,7 @@ def main() -> None:
                 memory = f"peak {last.peak_gib:.2f} GiB  at rest {last.at_rest_gib:.2f}"
                 if args.link:
                     memory += f"  {args.link} busy {last.communication:.4f} s"
-                print(f"{name:20} world {world}: {last.seconds:.4f} s  {memory}")
+                print(f"{name:34} world {world}: {last.seconds:.4f} s  {memory}")
     with open(args.out, "w") as file:
         json.dump([asdict(result) for result in results], file, indent=1)
 

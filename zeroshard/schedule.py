@@ -284,13 +284,16 @@ class Schedule:
             self._reducer.end_backward()
 
 
+_KEPT = (Tensor, list, tuple, dict)
+
+
 def _left_in_attributes(modules: list[nn.Module]) -> list[Any]:
     """What modules may have kept of a forward: tensors, or collections, in attributes of their own."""
     return [
         value
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, Tensor | list | tuple | dict) and not name.startswith("_")
+        if name[0] != "_" and isinstance(value, _KEPT)
     ]
 
 
