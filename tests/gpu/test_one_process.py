@@ -86,7 +86,7 @@ def test_the_three_collectives_run_on_nccl_on_their_own_stream_without_waiting()
     with nccl_world_of_one():
         fabric = Fabric(DEVICE, 30.0)
         fabric.backend = "nccl"
-        lane = Lane("gathers", fabric, dist.group.WORLD)
+        lane = Lane("gathers", fabric, dist.group.WORLD, fabric.meter)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             source = torch.randn(1 << 16, device=DEVICE).to(dtype)
             whole, out = torch.zeros_like(source), torch.zeros_like(source)
