@@ -185,8 +185,8 @@ class Lane:
         """Turns a backend's time-out or lost connection into an error that names the rank and the unit."""
         try:
             yield
-        except (RuntimeError, dist.DistBackendError) as error:
-            if isinstance(error, StallError | DisagreementError):
+        except RuntimeError as error:
+            if not _is_of_the_backend(error):
                 raise
             last = self.log[-1] if self.log else "the first collective"
             raise StallError(f"{self.fabric.explain_stall(last)} (the backend said: {error})") from error
@@ -415,6 +415,11 @@ def _backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
     raise ValueError(
         f"the process group serves {config}, not tensors on {device.type}; initialise it with a backend for that device"
     )
+
+
+def _is_of_the_backend(error: RuntimeError) -> bool:
+    """Whether a collective failed, rather than something around it; Gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in ("gloo", "Gloo", "Timed out"))
 
 
 def _work(work: dist.Work | None) -> dist.Work:

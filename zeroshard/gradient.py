@@ -57,7 +57,7 @@ class FlatGradient:
         self.own = own
         self._table, self._fabric, self._placeholders = table, fabric, placeholders
         self._reduce_dtype = precision.reduce or dtype
-        self._accumulate_dtype = precision.accumulate
+        self._accumulate_dtype = torch.promote_types(dtype, precision.accumulate)
         self.visible = table.optimizer.extent is Extent.WHOLE and precision.loss_scale is None
         count = len(parameters)
         self._arrived: dict[int, Tensor] = {}
@@ -197,6 +197,9 @@ class FlatGradient:
         values = self._held
         if not self.visible or self.unreduced or self._inflight or (values is not None and values.dtype != self.dtype):
             values = None
+        if values is not None and self._factor is not None:
+            values.mul_(self._factor)
+            self._factor = None
         for index, used in enumerate(self.used):
             if used and self._shown[index] is None:
                 tensor = self._slot(values, index) if values is not None else self._stand_in(index)
@@ -271,7 +274,8 @@ class FlatGradient:
             return held.to(dtype)
         if held.dtype is dtype:
             return held.mul_(factor)
-        return held * factor.to(dtype).expand_as(held)  # widened and scaled in one pass
+        wide = torch.promote_types(held.dtype, dtype)
+        return (held * factor.to(wide).expand_as(held)).to(dtype)  # widened and scaled in one pass
 
     def part(self, shard: Range) -> tuple[Tensor, Tensor | None] | None:
         """The averaged gradient in this rank's shard, and a factor still to be applied; None if there is none."""
@@ -324,8 +328,9 @@ class FlatGradient:
         for index, slot in enumerate(self.layout.slots):
             if not self._written[index]:
                 local[slot.start : slot.stop].zero_()
-        if len(self.layout.padding) == 1:
-            local[self.layout.padding[0].start :].zero_()
+        if len(self.layout.padding) == 1:  # more of them were filled when the buffer was made
+            gap = self.layout.padding[0]
+            local[gap.start : gap.stop].zero_()
 
     def _discard(self, index: int) -> None:
         self._deposit()

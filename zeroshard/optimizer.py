@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
-from .comm import Fabric
+from .comm import DisagreementError, Fabric
 from .config import Config
 from .precision import LossScaler, clip_factor, global_norm
 from .reducer import Reducer, gradient_of
@@ -124,6 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._schedule.check_nothing_held()
         for flat in self._flats:
             flat.check_unwritten()
         self._agree()
@@ -203,12 +204,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         during the call, so a batch is bounded (C_B).
         """
         batch: list[Flat] = []
-        for unit in self._schedule.forward_order:
-            for flat in unit.trainable_flats:
-                batch.append(flat)
-                if sum(member.own.numel for member in batch) >= UPDATE_ELEMENTS:
-                    yield batch
-                    batch = []
+        elements = 0
+        for flat in reversed(self._reducer.order):
+            batch.append(flat)
+            elements += flat.own.numel
+            if elements >= UPDATE_ELEMENTS:
+                yield batch
+                batch, elements = [], 0
         if batch:
             yield batch
 
@@ -219,7 +221,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for flat in updated:
                 buffers = gradient_of(flat)
                 gradient = buffers.take(flat.master_dtype)
-                assert gradient is not None
+                if gradient is None:
+                    raise DisagreementError(
+                        f"rank {self._fabric.rank} has no gradient of {flat.label!r} and another rank has: it was "
+                        "zeroed here and not there; call zero_grad() on all ranks alike"
+                    )
                 for piece in flat.pieces:
                     if buffers.used[piece.slot]:
                         piece.tensor.grad = gradient[piece.offset :][: piece.tensor.numel()]
@@ -265,8 +271,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             elif isinstance(value, Tensor) and value.shape == shape and name not in SCALARS:
                 part = value.reshape(-1)[piece.start :][: piece.tensor.numel()]
                 loaded[name] = part.to(device=piece.tensor.device, dtype=piece.tensor.dtype, copy=True)
+            elif isinstance(value, Tensor):
+                group = self.param_groups[self._group_of(flat, piece)]
+                on_device = group.get("fused") or group.get("capturable")  # where torch keeps it, too
+                loaded[name] = value.to(piece.tensor.device, copy=True) if on_device else value.clone()
             else:
-                loaded[name] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                loaded[name] = copy.deepcopy(value)
         self.state[piece.tensor] = loaded
 
     # -- state dict -----------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """When gradients are reduced, and how ranks stay together while they differ in what they used.
 
-- Every backward pass reduces every flat once, in one fixed order: the reverse of the first recorded forward. A flat
-  goes as soon as it is ready and all before it have gone; what is left goes when backward ends.
+- Every backward pass reduces every flat once, in one order that all ranks share: the reverse of rank 0's first forward
+  (of ``modules()`` until that is known). A flat goes as soon as it is ready and all before it have gone; what is left
+  goes when backward ends.
 - Ready means complete, except where parameters are shards: there a backward gathers too, and a rank that waits for
   another's gradient while that one waits for a gather would hang. So there ready means that the backward of the next
   unit has begun, which happens at the same point on all ranks whatever parameters they used.
 - Once a step the ranks agree (one small all-reduce) on which parameters anybody used, which flats hold gradients that
-  came too late, and that all of them did the same operations. Late ones are reduced then, in ``step()``, and a flat
-  that was ever incomplete is from then on reduced only there.
+  came too late, and that all of them did the same operations. Gradients that came too late are reduced then, in
+  ``step()``. A flat that was ever incomplete waits from then on for the end of backward, so that it holds up no other,
+  and one that nobody used is left out until somebody does.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ class Reducer:
         self._fabric, self._buffers = fabric, buffers
         self._by_position = by_position
         self.flats = [flat for unit in units for flat in unit.trainable_flats]
-        self._early: list[Flat] = []
+        self.order = self.flats[::-1]
+        """In which flats are reduced; updates are published in the reverse of it. The same on all ranks."""
+        self._proposal: list[Flat] | None = None
         self._ordered = False
-        self._late: list[Flat] = []
+        self._late: set[Flat] = set()
+        self._idle: set[Flat] = set()
         self._position = 0
         self._passed: set[Flat] = set()
         self._incomplete: set[Flat] = set()
@@ -47,13 +52,25 @@ class Reducer:
     def gradients(self) -> list[FlatGradient]:
         return [gradient_of(flat) for flat in self.flats]
 
-    def set_order(self, forward: list[Unit]) -> None:
-        """Fixes the order of reduces, once, from the first forward pass."""
-        if not self._ordered:
-            self._ordered = True
+    def propose_order(self, forward: list[Unit]) -> None:
+        """Takes note of the first forward pass; rank 0's becomes the order of all in the first agreement."""
+        if self._proposal is None:
             met = [flat for unit in dict.fromkeys(forward) for flat in unit.trainable_flats]
             missed = [flat for flat in self.flats if flat not in set(met)]
-            self._early = [*missed, *met][::-1]
+            self._proposal = [*missed, *met][::-1]
+
+    def _settle_order(self) -> None:
+        if not self._ordered:
+            self._ordered = True
+            labels = None if self._proposal is None else [flat.label for flat in self._proposal]
+            proposed = self._fabric.gather_objects(labels)[0]
+            if proposed is not None:
+                by_label = {flat.label: flat for flat in self.flats}
+                self.order = [by_label[label] for label in proposed]
+
+    @property
+    def _early(self) -> list[Flat]:
+        return [flat for flat in self.order if flat not in self._late and flat not in self._idle]
 
     def begin_backward(self) -> None:
         self._backwards += 1
@@ -77,6 +94,9 @@ class Reducer:
         if self.synchronous:
             self._passed.update(self._early)
             self._advance()
+            for flat in self.order:
+                if flat in self._late and flat not in self._idle:
+                    self._reduce(flat)
             self._position = 0
         self._passed.clear()
         for gradient in self.gradients:
@@ -98,8 +118,10 @@ class Reducer:
         self._passed.clear()
         if self._fabric.world > 1:
             self._compare()
-        for flat in (flat for flat in [*self._early, *self._late] if gradient_of(flat).unreduced):
-            gradient_of(flat).reduce()
+        for flat in self.order:
+            if gradient_of(flat).unreduced:
+                self._reduce(flat)
+        self._settle_order()
         self._inflight.clear()
         for gradient in self.gradients:
             gradient.settle()
@@ -111,6 +133,8 @@ class Reducer:
             gradient.show()
 
     def clear(self) -> None:
+        self._position = 0
+        self._passed.clear()
         self._inflight.clear()
         self._incomplete.clear()
         self._agreed = False
@@ -118,24 +142,28 @@ class Reducer:
             gradient.clear()
 
     def _advance(self) -> None:
-        while self.synchronous and self._position < len(self._early):
-            flat = self._early[self._position]
+        early = self._early
+        while self.synchronous and self._position < len(early):
+            flat = early[self._position]
             if flat not in self._passed:
                 return
             self._position += 1
-            gradient = gradient_of(flat)
-            if not gradient.complete:
+            if not gradient_of(flat).complete:
                 self._incomplete.add(flat)
-            gradient.reduce()
-            self._inflight.append(gradient)
-            while len(self._inflight) >= IN_FLIGHT:
-                self._inflight.popleft().settle()
+            self._reduce(flat)
+
+    def _reduce(self, flat: Flat) -> None:
+        gradient = gradient_of(flat)
+        gradient.reduce()
+        self._inflight.append(gradient)
+        while len(self._inflight) >= IN_FLIGHT:
+            self._inflight.popleft().settle()
 
     def _compare(self) -> None:
         """One all-reduce (maximum) of small integers; a pair (x, -x) tells whether all ranks have the same x."""
         lanes = self._fabric.lanes
         same = [self._backwards, *(lane.hash for lane in lanes)]
-        flats = [*self._early, *self._late]
+        flats = self.order
         used = [mark for flat in flats for mark in gradient_of(flat).used]
         waiting = [gradient_of(flat).unreduced for flat in flats]
         partial = [flat in self._incomplete for flat in flats]
@@ -159,11 +187,8 @@ class Reducer:
             gradient.used = [bool(agreed.popleft()) for _ in gradient.used]
         for flat in flats:
             gradient_of(flat).awaited = bool(agreed.popleft())
-        late = [flat for flat in flats if agreed.popleft() or gradient_of(flat).awaited]
-        for flat in late:
-            if flat in self._early:
-                self._early.remove(flat)
-                self._late.append(flat)
+        self._late |= {flat for flat in flats if agreed.popleft()}
+        self._idle = {flat for flat in flats if not any(gradient_of(flat).used)}
 
     def _first_difference(self, lane: Lane) -> str:
         logs = self._fabric.gather_objects(list(lane.log))

@@ -9,6 +9,7 @@ Which unit comes next is taken from the order of the last step; where that is wr
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -69,12 +70,15 @@ class Schedule:
         self._root, self._units = units[0], units
         self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.trainable]
         self._sharded = table.parameters.extent is Extent.SHARD
+        self._published_late = table.optimizer.extent is Extent.SHARD
         self._config, self._reducer, self._scaler = config, reducer, scaler
         self._ahead = config.prefetch if config.prefetch is not None else 1
         self._training, self._evaluation, self._backward = _Order(), _Order(), _Order()
         self._forward = self._evaluation
         self._in_backward: list[Unit] = []
         self._backward_running = False
+        self._open: list[Unit] = []
+        """Units whose forward is running, outermost first."""
         self._called: set[Unit] = set()
         self._blind: set[Unit] = set()
         """Units of whose outputs autograd shows nothing; held until backward has ended."""
@@ -91,10 +95,13 @@ class Schedule:
             return unit.name in self._config.keep or unit.title in self._config.keep
         return unit is self._root or (bool(self._training.last) and unit is self._training.last[-1])
 
-    @property
-    def forward_order(self) -> list[Unit]:
-        """Units in the order in which the next forward will need them; those it has not met come last."""
-        return list(dict.fromkeys([self._root, *self._training.last, *self._units]))
+    def check_nothing_held(self) -> None:
+        """A step would change parameters under a ``gathered`` block that shows them."""
+        for unit in self._units:
+            if unit.holds:
+                raise RuntimeError(
+                    f"step() inside `with zeroshard.gathered(...)`, which holds {unit.title!r}; leave the block first"
+                )
 
     def forget_calls(self) -> None:
         """After a step: which units were called is asked anew."""
@@ -116,12 +123,14 @@ class Schedule:
         for unit in self._units:
             for flat in unit.trainable_flats:
                 for index, parameter in enumerate(flat.parameters):
-                    hook = partial(_pass_gradient_on, weakref.ref(self), weakref.ref(unit), weakref.ref(flat), index)
+                    mine = weakref.ref(self)
+                    parameter.register_hook(partial(_announce_gradient, mine))
+                    hook = partial(_pass_gradient_on, mine, weakref.ref(unit), weakref.ref(flat), index)
                     parameter.register_post_accumulate_grad_hook(hook)
 
     def _owners_of_root(self, model: nn.Module) -> list[nn.Module]:
         """Modules that need the root and may be called without the model's ``forward``, say by its ``encode``."""
-        if not self._sharded:
+        if not self._published_late:
             return []
         members = {id(parameter) for flat in self._root.flats for parameter in flat.parameters}
         return [
@@ -137,12 +146,30 @@ class Schedule:
             self._begin_forward()
         self._make_present(self._root, [])
         dtype = self._config.precision.parameters
+        if self._scaler is not None and torch.is_grad_enabled():
+            args, kwargs = map_tensors(self._unscale_at, args), map_tensors(self._unscale_at, kwargs)
         if dtype is not None and self._config.precision.cast_inputs:
-            return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        return None
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        return args, kwargs
+
+    def _unscale_at(self, tensor: Tensor) -> Tensor:
+        """The loss scale ends where the model does: what came before it gets its gradients unscaled."""
+        if not tensor.requires_grad:
+            return tensor
+        alias = tensor.view_as(tensor)
+        alias.register_hook(Hook(self._unscale))
+        return alias
+
+    def _unscale(self, gradient: Tensor) -> Tensor:
+        assert self._scaler is not None
+        return gradient / self._scaler.scale
 
     def _begin_forward(self) -> None:
         if self._backward_running:  # a backward that raised: its gradients are worth nothing
+            warnings.warn(
+                "the last backward did not finish: its gradients, and all others since the last step, are discarded",
+                stacklevel=2,
+            )
             self._backward_running = False
             self._in_backward.clear()
             self._reducer.clear()
@@ -158,6 +185,7 @@ class Schedule:
         for gradient in self._reducer.gradients:
             gradient.hide()
             gradient.show()
+        self._open.clear()
         # Asked once, at the model: a block under reentrant checkpointing runs its first forward without gradients.
         self._forward = self._training if torch.is_grad_enabled() else self._evaluation
         self._forward.begin()
@@ -169,12 +197,17 @@ class Schedule:
         if compat.in_backward():
             self._enter_backward(unit)
         else:
+            self._open.append(unit)
             self._make_present(unit, self._forward.enter(unit, self._ahead))
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         blind = False
+        if not compat.in_backward() and unit in self._open:
+            self._open.remove(unit)
         if torch.is_grad_enabled():
             hook = self._before_backward_hooks[unit]
+            if self._open:  # called inside another unit, whose backward goes on around this one's
+                hook = Hook(partial(self._before_backward, unit, enclosing=tuple(self._open)))
             found = _hook_outputs(output, hook, "unit")
             if self._sharded:  # a loss that a module leaves in an attribute, as mixtures of experts do
                 found += _hook_outputs(_left_in_attributes(self._parts[unit]), hook, "unit")
@@ -188,7 +221,7 @@ class Schedule:
         if not compat.in_backward():
             self._forward.end()
             if self._forward is self._training:
-                self._reducer.set_order([self._root, *self._training.last])
+                self._reducer.propose_order([self._root, *self._training.last])
             for unit in self._units:  # also those that were foreseen and not called
                 if not self._held_for_backward(unit) and unit not in self._blind:
                     self._release(unit)
@@ -220,20 +253,21 @@ class Schedule:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _before_model_backward(self, gradient: Tensor) -> Tensor | None:
-        self._begin_backward()
+        self.begin_backward()
         self._enter_backward(self._root)
         return gradient * self._scaler.scale if self._scaler is not None else None
 
-    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
-        self._begin_backward()
+    def _before_backward(self, unit: Unit, gradient: Tensor, enclosing: tuple[Unit, ...] = ()) -> None:
+        self.begin_backward()
         self._enter_backward(unit)
         for other in self._in_backward:
-            if other is not unit and other is not self._root:
+            if other is not unit and other is not self._root and other not in enclosing:
                 self._release(other)
-                self._reducer.passed(other)
-        self._in_backward = [unit]
+                with torch.no_grad():
+                    self._reducer.passed(other)
+        self._in_backward = [unit, *enclosing]
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         if torch.is_grad_enabled():  # in hooks, exactly if the backward itself is to be differentiated
             self._differentiable = True
         if not self._backward_running:
@@ -253,11 +287,12 @@ class Schedule:
         gradient = parameter.grad
         if gradient is None:
             return
-        self._begin_backward()
-        # A value that was not there is NaN, and so is what came of it. A gradient that is not came late: autocast,
-        # say, had cast the parameter in an earlier forward. So rare that looking costs nothing.
-        absent = flat.presence is not Presence.PRESENT or (self._sharded and unit not in self._called)
-        if absent and bool(gradient.isnan().any()):
+        self.begin_backward()
+        # Where a unit was called and its gradient comes when it is gone again, the value was there when it was read:
+        # autocast, say, had cast the parameter in an earlier forward. A NaN tells; so rare that looking costs nothing.
+        uncalled = self._sharded and unit not in self._called
+        absent = flat.presence is not Presence.PRESENT
+        if uncalled or (absent and (not self._sharded or bool(gradient.isnan().any()))):
             raise RuntimeError(
                 f"parameter {flat.layout.slots[index].name!r} was used without a call of {unit.title!r}, the module "
                 "it is gathered for, so its value was not there; call that module's forward, or choose units= so that "
@@ -265,9 +300,10 @@ class Schedule:
             )
         parameter.grad = None
         buffers = gradient_of(flat)
-        buffers.add(index, gradient)
-        if buffers.complete:
-            self._reducer.completed(flat)
+        with torch.no_grad():
+            buffers.add(index, gradient.detach())
+            if buffers.complete:
+                self._reducer.completed(flat)
 
     def _end_backward(self) -> None:
         if not self._backward_running:
@@ -281,7 +317,8 @@ class Schedule:
                 self._differentiable = False
             for unit in self._units:
                 self._release(unit)
-            self._reducer.end_backward()
+            with torch.no_grad():
+                self._reducer.end_backward()
 
 
 _KEPT = (Tensor, list, tuple, dict)
@@ -312,6 +349,13 @@ def _hook_outputs(output: Any, hook: Hook, whose: str) -> int:
                 hooked.add(tensor.output_nr)
                 tensor.register_hook(hook)
     return found
+
+
+def _announce_gradient(schedule: weakref.ref[Schedule], gradient: Tensor) -> None:
+    """Before autograd adds to ``parameter.grad``: a backward that began at no output of the model is noticed here."""
+    listener = schedule()
+    if listener is not None:
+        listener.begin_backward()
 
 
 def _pass_gradient_on(

@@ -293,3 +293,16 @@ def test_frozen_parameters_train_nothing_and_hold_no_gradient_or_state() -> None
         memory = zeroshard.stats(model).memory_at_step
         assert memory is not None
         assert memory.gradients <= 4 * trained * 1.4  # tiny parameters carry much padding
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_parameter_read_without_calling_its_unit_is_named_even_if_its_gradient_is_finite(stage: int) -> None:
+    class Sneaky(Stack):
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            return torch.relu(self.blocks[1](self.first(x)) + self.blocks[0].norm.bias)
+
+    model = Sneaky()
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.norm\.bias.*without a call of 'blocks\.0'"):
+        train(model, optimizer, steps=3)
