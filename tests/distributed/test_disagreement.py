@@ -70,9 +70,7 @@ def test_a_rank_that_did_another_operation_is_named_before_anything_is_updated()
         lane = runtime_of(model).fabric.reduces
         lane.log[-1] = "reduce_scatter blocks.9"
         lane.hash ^= 1
-    with pytest.raises(
-        zeroshard.DisagreementError, match=r"rank 0: reduce_scatter .*, rank 1: reduce_scatter blocks\.9"
-    ):
+    with pytest.raises(zeroshard.DisagreementError, match=r"rank 0: reduce_scatter .*rank 1: reduce_scatter blocks\.9"):
         optimizer.step()
     end = zeroshard.full_state_dict(model)
     assert all(torch.equal(start[name], end[name]) for name in start)
