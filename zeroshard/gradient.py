@@ -118,9 +118,9 @@ class FlatGradient:
         if not arrived:
             return
         if self._local is None:
-            # Many gaps: one fill of everything is cheaper than a kernel for each.
-            new = torch.zeros if len(self.layout.padding) > 1 else torch.empty
-            self._local = new(self.layout.numel, dtype=self._reduce_dtype, device=self._fabric.device)
+            self._local = self._new(self.layout.numel, self._reduce_dtype)
+            if len(self.layout.padding) > 1:
+                self._local.zero_()  # one fill of everything is cheaper than a kernel for each gap
         again = [index for index in arrived if self._written[index]]
         if again and self._local.dtype is not self._accumulate_dtype:
             self._local = self._local.to(self._accumulate_dtype)
@@ -140,7 +140,7 @@ class FlatGradient:
         self._deposit()
         local, self._local, self.awaited = self._local, None, False
         if local is None:
-            local = torch.zeros(self.layout.numel, dtype=self._reduce_dtype, device=self._fabric.device)
+            local = self._new(self.layout.numel, self._reduce_dtype).zero_()
         else:
             self._zero_unwritten(local)
         self._written = [False] * len(self._written)
