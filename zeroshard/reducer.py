@@ -39,6 +39,7 @@ class Reducer:
         self._ordered = False
         self._late: set[Flat] = set()
         self._idle: set[Flat] = set()
+        self._early = self.order
         self._position = 0
         self._passed: set[Flat] = set()
         self._incomplete: set[Flat] = set()
@@ -67,10 +68,6 @@ class Reducer:
             if proposed is not None:
                 by_label = {flat.label: flat for flat in self.flats}
                 self.order = [by_label[label] for label in proposed]
-
-    @property
-    def _early(self) -> list[Flat]:
-        return [flat for flat in self.order if flat not in self._late and flat not in self._idle]
 
     def begin_backward(self) -> None:
         self._backwards += 1
@@ -122,6 +119,7 @@ class Reducer:
             if gradient_of(flat).unreduced:
                 self._reduce(flat)
         self._settle_order()
+        self._early = [flat for flat in self.order if flat not in self._late and flat not in self._idle]
         self._inflight.clear()
         for gradient in self.gradients:
             gradient.settle()
@@ -142,9 +140,8 @@ class Reducer:
             gradient.clear()
 
     def _advance(self) -> None:
-        early = self._early
-        while self.synchronous and self._position < len(early):
-            flat = early[self._position]
+        while self.synchronous and self._position < len(self._early):
+            flat = self._early[self._position]
             if flat not in self._passed:
                 return
             self._position += 1
