@@ -167,7 +167,7 @@ class Precision:
         known = [entry.name for entry in fields(cls)]
         for name in table:
             if name not in known:
-                raise ValueError(f"precision.{name} is unknown{_nearest(name, known)}; known: {', '.join(known)}")
+                raise ValueError(f"precision.{name} is unknown{nearest(name, known)}; known: {', '.join(known)}")
         values: dict[str, Any] = dict(table)
         for name, value in table.items():
             if isinstance(value, str):
@@ -266,14 +266,14 @@ class Config:
         known = [entry.name for entry in fields(cls)]
         for name in options:
             if name not in known:
-                raise TypeError(f"shard() has no option {name!r}{_nearest(name, known)}; options: {', '.join(known)}")
+                raise TypeError(f"shard() has no option {name!r}{nearest(name, known)}; options: {', '.join(known)}")
         return cls(**options)
 
 
 def problems(options: Mapping[str, object], path: str) -> list[str]:
     """All that is wrong with the ``shard`` options of a configuration file, each with its key path; [] if none."""
     known = [entry.name for entry in fields(Config)]
-    found = [f"{path}.{name}: unknown key{_nearest(name, known)}" for name in options if name not in known]
+    found = [f"{path}.{name}: unknown key{nearest(name, known)}" for name in options if name not in known]
     base: Any = Config()
     stage = options.get("stage", base.stage)
     for name, value in options.items():
@@ -299,11 +299,12 @@ def _without_effect(name: str, value: object, stage: object) -> str:
 
 def _dtype(name: str, value: str) -> torch.dtype:
     if value not in DTYPES:
-        raise ValueError(f"{name}={value!r} is unknown{_nearest(value, DTYPES)}; known: {', '.join(DTYPES)}")
+        raise ValueError(f"{name}={value!r} is unknown{nearest(value, DTYPES)}; known: {', '.join(DTYPES)}")
     return DTYPES[value]
 
 
-def _nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+def nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    """What a misspelt name may have meant, to be put behind it in a message; empty if nothing comes close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

@@ -8,7 +8,6 @@
 A key that is missing has the default written in its dataclass.
 """
 
-import difflib
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -213,7 +212,7 @@ def _mapping(tables: Mapping[str, object], name: str, problems: list[str]) -> di
 
 
 def _unknown(table: Mapping[str, object], known: list[str], prefix: str) -> list[str]:
-    return [f"{prefix}{key}: unknown key{_nearest(key, known)}" for key in table if key not in known]
+    return [f"{prefix}{key}: unknown key{shard_config.nearest(key, known)}" for key in table if key not in known]
 
 
 def _find(source: str) -> Path:
@@ -225,9 +224,6 @@ def _find(source: str) -> Path:
     known = presets()
     if source in known:
         return known[source]
-    raise JobError(source, [f"no such preset{_nearest(source, list(known))}; the presets are {', '.join(known)}"])
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    raise JobError(
+        source, [f"no such preset{shard_config.nearest(source, list(known))}; the presets are {', '.join(known)}"]
+    )
