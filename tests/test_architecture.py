@@ -24,6 +24,9 @@ LAYERS = [
     {"observe.watchdog"},
     {"hook"},
     {"plan.memory"},
+    {"offload.kernel"},
+    {"offload.fallback", "offload.library"},
+    {"offload.segment", "offload.cores", "offload.native.build"},
     {"layout", "config", "compat", "machine"},
 ]
 """Upper layers import lower ones, never the other way round, and nothing imports its equals."""

@@ -1,0 +1,141 @@
+"""Find, or build, and load the native host optimizer; say which SIMD path it takes and why.
+
+A library beside the sources (from `pip install` or `python -m zeroshard.offload.native.build`) is taken first. Without
+one it is built into the user's cache folder, once per version of the sources, however many ranks ask at once. Where
+that fails too, torch does the work, and one warning names the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from .native.build import CXX_VARIABLE, HERE, BuildError, build, library_name
+
+VARIABLE: Final = "ZEROSHARD_KERNEL"
+"""Environment variable that forces a path, by the names below."""
+
+
+class Simd(Enum):
+    """How the host optimizer computes. All but torch give the same bits."""
+
+    AVX512 = "avx512"
+    AVX2 = "avx2"
+    PORTABLE = "portable"
+    TORCH = "torch"
+
+
+_NUMBERS: Final = {Simd.PORTABLE: 0, Simd.AVX2: 1, Simd.AVX512: 2}  # PathNumber of native/library.cpp
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The path that is taken, and why."""
+
+    simd: Simd
+    reason: str
+    remedy: str = ""
+
+
+def choose(asked: Simd | None = None) -> Choice:
+    """The best path here, or the one that the argument or the environment asks for."""
+    if asked is None and (name := os.environ.get(VARIABLE)):
+        try:
+            asked = Simd(name.lower())
+        except ValueError:
+            names = ", ".join(simd.value for simd in Simd)
+            raise ValueError(f"{VARIABLE}={name!r} must be one of {names}") from None
+    if asked is Simd.TORCH:
+        return Choice(Simd.TORCH, "asked for")
+    try:
+        library = load()
+    except BuildError as error:
+        if asked is not None:
+            raise ValueError(f"the {asked.value} path was asked for, but there is no native library: {error}") from None
+        remedy = f"install a C++17 compiler (or name one in ${CXX_VARIABLE}) and run again"
+        return Choice(Simd.TORCH, f"no native library: {error}", remedy)
+    there = paths(library)
+    if asked is None:
+        return Choice(there[0], "the best that this processor has")
+    if asked not in there:
+        raise ValueError(
+            f"the {asked.value} path was asked for, but this processor has {', '.join(p.value for p in there)}"
+        )
+    return Choice(asked, "asked for")
+
+
+def paths(library: ctypes.CDLL) -> list[Simd]:
+    """The native paths that run on this processor, the fastest first."""
+    return [simd for simd in Simd if simd in _NUMBERS and library.zeroshard_has_path(_NUMBERS[simd])]
+
+
+def path_number(simd: Simd) -> int:
+    """The number by which the native code knows a path."""
+    return _NUMBERS[simd]
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Say it the first time."""
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+_loaded: list[ctypes.CDLL | BuildError] = []
+
+
+def load() -> ctypes.CDLL:
+    """The native library, built where that is needed; asked for again, the same answer.
+
+    Raises:
+        BuildError: it could not be built, or not be loaded.
+    """
+    if not _loaded:
+        try:
+            _loaded.append(_find())
+        except BuildError as error:
+            _loaded.append(error)
+    found = _loaded[0]
+    if isinstance(found, BuildError):
+        raise found
+    return found
+
+
+def _find() -> ctypes.CDLL:
+    name, cached = library_name(), cache_folder()
+    for file in (HERE / name, cached / name):
+        if file.exists():
+            with contextlib.suppress(OSError):  # of another system's C library, or damaged: build anew
+                return _declare(ctypes.CDLL(str(file)))
+    try:
+        return _declare(ctypes.CDLL(str(build(cached))))
+    except OSError as error:
+        raise BuildError(f"the library does not load: {error}") from error
+
+
+def cache_folder() -> Path:
+    """Where libraries are built that nobody installed."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "zeroshard"
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    signatures: dict[str, tuple[object, ...]] = {  # result, then arguments
+        "zeroshard_has_path": (int32, int32),
+        "zeroshard_open": (pointer, int32, int32, pointer, int32),
+        "zeroshard_close": (None, pointer),
+        "zeroshard_update": (int32, pointer, pointer, pointer, int64, ctypes.c_float, ctypes.c_uint64),
+        "zeroshard_accumulate": (int32, pointer, pointer, pointer, int32, ctypes.c_float, int32, int64),
+        "zeroshard_square_sum": (int32, pointer, pointer, int32, int64, ctypes.POINTER(ctypes.c_double)),
+    }
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

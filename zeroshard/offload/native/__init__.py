@@ -1,0 +1,1 @@
+"""The C++ sources of the host optimizer, and what compiles them."""
