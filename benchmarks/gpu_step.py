@@ -105,7 +105,7 @@ def fsdp2(config: ModelConfig) -> Step:
     return step
 
 
-def sharded(stage: int, cast_on_gather: bool = False) -> Callable[[ModelConfig], Step]:
+def sharded(stage: int, cast_on_gather: bool = False, **options: Any) -> Callable[[ModelConfig], Step]:
     """Zeroshard at one stage."""
     precision = zeroshard.Precision(parameters=torch.bfloat16, cast_on_gather=cast_on_gather)
 
@@ -113,7 +113,9 @@ def sharded(stage: int, cast_on_gather: bool = False) -> Callable[[ModelConfig],
         with torch.device("meta"):
             model = GPT(config)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-        model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision=precision, clip_grad_norm=1.0)
+        model, optimizer = zeroshard.shard(
+            model, optimizer, stage=stage, precision=precision, clip_grad_norm=1.0, **options
+        )
 
         def step(tokens: Tensor, targets: Tensor) -> None:
             model(tokens, targets).backward()
@@ -191,7 +193,9 @@ def main() -> None:
         variants: list[tuple[str, Callable[[ModelConfig], Step]]] = [("plain", plain)] if world == 1 else []
         variants += [("fsdp2", fsdp2)] if world > 1 else []
         variants += [(f"zeroshard stage {stage}", sharded(stage)) for stage in ((0, 3) if world == 1 else (0, 1, 2, 3))]
-        variants += [("zeroshard stage 3, cast_on_gather", sharded(3, cast_on_gather=True))] if world > 1 else []
+        if world > 1:
+            variants.append(("zeroshard stage 3, cast_on_gather", sharded(3, cast_on_gather=True)))
+            variants.append(("zeroshard stage 3, prefetch 2", sharded(3, prefetch=2)))
         for name, build in variants:
             if args.only in name:
                 try:

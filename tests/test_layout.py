@@ -314,6 +314,13 @@ def test_a_unit_that_has_no_children_stays_whole_whatever_the_limit() -> None:
     assert [unit.name for unit in find_units(model, max_unit_bytes=1)] == ["", "blocks.0", "blocks.1"]
 
 
+def test_a_module_that_reads_its_children_without_calling_them_is_not_split() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8)) for _ in range(2))
+    names = [unit.name for unit in find_units(model, max_unit_bytes=1)]
+    assert names == ["", "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
+
+
 trees = st.recursive(
     st.sampled_from(["linear", "norm", "relu", "embedding"]),
     lambda inner: st.tuples(st.sampled_from(["list", "sequential", "dict"]), st.lists(inner, max_size=3)),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import compat
 from .hook import Hook
 from .runtime import Runtime
-from .unit import Flat, Presence
+from .unit import Flat
 
 
 def install(runtime: Runtime) -> None:
@@ -44,7 +44,7 @@ def _before_state_dict(runtime: Runtime, flats: list[Flat], module: nn.Module, p
     if runtime.names_only:
         return
     for flat in flats:
-        if flat.presence is Presence.RELEASED:
+        if flat.sharded and not flat.lent:  # present or not: it is released under whoever keeps a view
             raise RuntimeError(
                 f"state_dict(): the parameters of {prefix.rstrip('.') or 'the model'!r} are sharded and not here; "
                 "call zeroshard.full_state_dict(model), or state_dict() inside `with zeroshard.gathered(model):`"
@@ -56,7 +56,7 @@ def _before_load(flats: list[Flat], module: nn.Module, state_dict: Any, prefix: 
     if metadata.get("assign_to_params_buffers", False):
         raise RuntimeError("load_state_dict(assign=True) would cut the parameters off their shards; leave assign out")
     for flat in flats:
-        if flat.presence is Presence.RELEASED:
+        if flat.sharded and not flat.lent:  # present or not: it is released under whoever keeps a view
             raise RuntimeError(
                 f"load_state_dict(): the parameters of {prefix.rstrip('.') or 'the model'!r} are sharded and not here; "
                 "load inside `with zeroshard.gathered(model, write=True):`, or before zeroshard.shard()"

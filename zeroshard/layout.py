@@ -263,9 +263,13 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
+READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that use a child's parameters without calling it, so that no unit can follow the child."""
+
+
 def _split(module: nn.Module, too_big: Callable[[nn.Module], bool]) -> list[nn.Module]:
     children = [part for child in module.children() for part in _callable_parts(child)]
-    if not too_big(module) or not children:
+    if not too_big(module) or not children or isinstance(module, READS_ITS_CHILDREN):
         return [module]
     return [part for child in children for part in _split(child, too_big)]
 

@@ -45,6 +45,8 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 UPDATE_ELEMENTS = 64 << 20
 """Elements that one call of the optimizer updates, at least; 256 MiB of gradients in fp32."""
+FIRST_ELEMENTS = 16 << 20
+"""The same for the first call, which is smaller so that what the next forward begins with is gathered the earlier."""
 
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
@@ -131,8 +133,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._before_step()
         self.steps += 1
         if self._prepare_gradients():
+            outdated = set(self._flats)
             for batch in self._batches():
                 self._update(batch)
+                outdated.difference_update(batch)
+                self._schedule.prepare_forward(outdated)
         else:
             self.skipped_steps += 1
         self._reducer.clear()
@@ -204,13 +209,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         during the call, so a batch is bounded (C_B).
         """
         batch: list[Flat] = []
-        elements = 0
+        elements, enough = 0, FIRST_ELEMENTS
         for flat in reversed(self._reducer.order):
             batch.append(flat)
             elements += flat.own.numel
-            if elements >= UPDATE_ELEMENTS:
+            if elements >= enough:
                 yield batch
-                batch, elements = [], 0
+                batch, elements, enough = [], 0, UPDATE_ELEMENTS
         if batch:
             yield batch
 

@@ -4,14 +4,16 @@ A unit is gathered when its module is called, released after; gathered again whe
 (a tensor hook on the output) and released when the backward of another unit begins. Nothing depends on hooks coming
 in pairs: recomputation stops early and skips them, a module may be called twice, and an exception ends a pass anywhere.
 
-Which unit comes next is taken from the order of the last step; where that is wrong it costs a wait, never an error.
+Which unit comes next is taken from the order of the last step, across its turns too: the first units of backward are
+gathered under the end of forward, the first of the next forward under the update. Where the order turns out wrong it
+costs a wait, never an error.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
 
@@ -48,6 +50,11 @@ class _Order:
             return []
         return self.last[self._cursor : self._cursor + ahead]
 
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing came after the unit that was entered last."""
+        return 0 < self._cursor == len(self.last)
+
     def end(self) -> None:
         if self._now:
             self.last = self._now
@@ -77,6 +84,8 @@ class Schedule:
         self._forward = self._evaluation
         self._in_backward: list[Unit] = []
         self._backward_running = False
+        self._turning: set[Unit] = set()
+        """Units gathered in forward because backward begins with them."""
         self._open: list[Unit] = []
         """Units whose forward is running, outermost first."""
         self._called: set[Unit] = set()
@@ -102,6 +111,14 @@ class Schedule:
                 raise RuntimeError(
                     f"step() inside `with zeroshard.gathered(...)`, which holds {unit.title!r}; leave the block first"
                 )
+
+    def prepare_forward(self, outdated: Set[Flat]) -> None:
+        """Gathers what the next forward begins with, as far as it is updated, under the update of the rest."""
+        if self._sharded and self._training.last:
+            for unit in (self._root, *self._training.last[: self._ahead]):
+                if not outdated.isdisjoint(unit.flats):
+                    return
+                unit.gather()
 
     def forget_calls(self) -> None:
         """After a step: which units were called is asked anew."""
@@ -186,6 +203,7 @@ class Schedule:
             gradient.hide()
             gradient.show()
         self._open.clear()
+        self._turning.clear()
         # Asked once, at the model: a block under reentrant checkpointing runs its first forward without gradients.
         self._forward = self._training if torch.is_grad_enabled() else self._evaluation
         self._forward.begin()
@@ -198,7 +216,16 @@ class Schedule:
             self._enter_backward(unit)
         else:
             self._open.append(unit)
-            self._make_present(unit, self._forward.enter(unit, self._ahead))
+            following = self._forward.enter(unit, self._ahead)
+            if self._sharded and self._forward is self._training and self._forward.at_end:
+                following = self._first_in_backward(after=unit)
+                self._turning.update(following)
+            self._make_present(unit, following)
+
+    def _first_in_backward(self, after: Unit) -> list[Unit]:
+        """What backward will gather first, but for the units that are present now and may not be kept."""
+        present = (self._root, after)
+        return [unit for unit in self._backward.last if unit not in present and not self.kept(unit)][: self._ahead]
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         blind = False
@@ -223,7 +250,7 @@ class Schedule:
             if self._forward is self._training:
                 self._reducer.propose_order([self._root, *self._training.last])
             for unit in self._units:  # also those that were foreseen and not called
-                if not self._held_for_backward(unit) and unit not in self._blind:
+                if not self._held_for_backward(unit) and unit not in self._blind and unit not in self._turning:
                     self._release(unit)
         if self._config.precision.output is not None:
             output = cast_floating(output, self._config.precision.output)

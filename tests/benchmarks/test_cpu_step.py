@@ -33,7 +33,8 @@ def test_variants_train_the_same_model_and_stage_3_keeps_its_share_of_it(tmp_pat
     assert fsdp2["ratio"] == 1
     states = 12 * 110_000 / 2  # parameters and two moments, halved; embeddings and norms come on top
     assert states < sharded["at_rest_bytes"] < sharded["peak_bytes"]
-    assert sharded["at_rest_bytes"] < 0.6 * ddp["at_rest_bytes"]
+    # Half of it, and the root unit and one of the blocks whole: they are gathered for the next forward already.
+    assert sharded["at_rest_bytes"] < 0.75 * ddp["at_rest_bytes"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")

@@ -32,8 +32,66 @@ inline void store(void* to, Vector vector) {
 inline Words bits(Floats x) { return (Words)x; }
 inline Floats floats(Words x) { return (Floats)x; }
 
-inline Words widen(const uint16_t* from) { return __builtin_convertvector(load<Halves>(from), Words); }
-inline void narrow(uint16_t* to, Words x) { store(to, __builtin_convertvector(x, Halves)); }
+// 16-bit elements to and from the halves of words. Spelled out because compilers shift and convert where one shuffle
+// does, and shifts, shuffles, square roots and divisions all want the same units of the processor.
+#if LANES == 16
+inline __m512i word_numbers(int first, int step) {  // of 16-bit words within a vector: first, first + step, ...
+  const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_set1_epi32(step)), _mm512_set1_epi32(first));
+}
+#elif LANES == 8
+inline __m256i byte_numbers(int first) {  // of the 16-bit words at byte `first` of each word, in the lower half of a lane
+  const __m128i numbers = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13);
+  return _mm256_broadcastsi128_si256(_mm_add_epi8(numbers, _mm_set1_epi8(char(first))));
+}
+#endif
+
+inline Words widen_low(const uint16_t* from) {  // into the lower halves, zeros above
+  return __builtin_convertvector(load<Halves>(from), Words);
+}
+
+inline Words widen_signed(const uint16_t* from) {  // into the lower halves, the sign above
+#if LANES == 16
+  return (Words)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif LANES == 8
+  return (Words)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+  return (widen_low(from) ^ 0x8000u) - 0x8000u;
+#endif
+}
+
+inline Words widen_high(const uint16_t* from) {  // into the upper halves, zeros below
+#if LANES == 16
+  const __m512i halves = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)from));
+  const __m512i sources = _mm512_slli_epi32(word_numbers(0, 1), 16);
+  return (Words)_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, sources, halves);
+#else
+  return widen_low(from) << 16;
+#endif
+}
+
+inline void narrow_low(uint16_t* to, Words x) {  // from the lower halves
+#if LANES == 16
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)x));
+#elif LANES == 8
+  const __m256i packed = _mm256_shuffle_epi8((__m256i)x, byte_numbers(0));
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  store(to, __builtin_convertvector(x, Halves));
+#endif
+}
+
+inline void narrow_high(uint16_t* to, Words x) {  // from the upper halves
+#if LANES == 16
+  const __m512i sources = word_numbers(0x00030001, 0x00040004);  // 1, 3, 5, ... packed two by two
+  _mm256_storeu_si256((__m256i*)to, _mm512_castsi512_si256(_mm512_permutexvar_epi16(sources, (__m512i)x)));
+#elif LANES == 8
+  const __m256i packed = _mm256_shuffle_epi8((__m256i)x, byte_numbers(2));
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  narrow_low(to, x >> 16);
+#endif
+}
 
 inline Floats square_root(Floats x) {
 #if LANES == 16
@@ -53,7 +111,7 @@ inline Floats from_fp16(const uint16_t* from) {
 #elif LANES == 8
   return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
-  const Words x = widen(from);
+  const Words x = widen_low(from);
   const Words magnitude = (x & 0x7FFFu) << 13;
   const Words scaled = bits(floats(magnitude) * 0x1p112f);
   const Words special = magnitude | 0x7F800000u;  // inf and NaN: exponent 31
@@ -75,17 +133,47 @@ inline void to_fp16(uint16_t* to, Floats x) {  // round to nearest, ties to even
   Words half = magnitude < (113u << 23) ? denormal : normal;
   half = magnitude >= 0x477FF000u ? (Words{} + 0x7C00u) : half;  // 65520 and above
   half = magnitude > 0x7F800000u ? (Words{} + 0x7E00u) : half;
-  narrow(to, half | (bits(x) >> 16 & 0x8000u));
+  narrow_low(to, half | (bits(x) >> 16 & 0x8000u));
 #endif
 }
 
-inline Floats load_as_floats(const void* array, Kind kind, int64_t index) {
-  if (kind == BF16) return floats(widen((const uint16_t*)array + index) << 16);
-  if (kind == FP16) return from_fp16((const uint16_t*)array + index);
-  return load<Floats>((const float*)array + index);
+template <Kind kind>
+inline Floats load_as_floats(const void* array, int64_t index) {
+  if constexpr (kind == BF16) {
+    return floats(widen_high((const uint16_t*)array + index));
+  } else if constexpr (kind == FP16) {
+    return from_fp16((const uint16_t*)array + index);
+  } else {
+    return load<Floats>((const float*)array + index);
+  }
 }
+
+inline Words larger(Words a, Words b) { return a > b ? a : b; }
 
 // Which operand's NaN an operation keeps is up to the compiler; what is stored must not be.
 inline Floats canonical(Floats x) { return x == x ? x : floats(Words{} + 0x7FC00000u); }
+
+// Whether rare cases need care. Where asking costs more than caring, the answer is yes.
+inline bool has_nan(Floats x) {
+#if LANES == 16
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0;
+#elif LANES == 8
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q)) != 0;
+#else
+  (void)x;
+  return true;
+#endif
+}
+
+inline bool reaches(Words x, uint32_t bound) {  // both below 2^31
+#if LANES == 16
+  return _mm512_cmpge_epu32_mask((__m512i)x, _mm512_set1_epi32(int(bound))) != 0;
+#elif LANES == 8
+  return _mm256_movemask_ps((__m256)_mm256_cmpgt_epi32((__m256i)x, _mm256_set1_epi32(int(bound) - 1))) != 0;
+#else
+  (void)x, (void)bound;
+  return true;
+#endif
+}
 
 }  // namespace

@@ -5,58 +5,71 @@
 
 namespace {
 
-constexpr int LONGEST_ROW = 16;  // lanes of the widest path
-
-void accumulate_vectors(float* total, const void* gradient, Kind kind, float factor, bool first, int64_t count) {
+template <Kind kind>
+void accumulate_vectors(float* total, const void* gradient, float factor, bool first, int64_t count) {
   for (int64_t index = 0; index < count; index += LANES) {
-    Floats sum = load_as_floats(gradient, kind, index) * factor;
+    Floats sum = load_as_floats<kind>(gradient, index) * factor;
     if (!first) sum = load<Floats>(total + index) + sum;
     store(total + index, canonical(sum));
   }
 }
 
-void accumulate_range(float* total, const void* gradient, Kind kind, float factor, bool first, int64_t count) {
+template <Kind kind>
+void accumulate_kind(float* total, const void* gradient, float factor, bool first, int64_t count) {
+  constexpr int64_t width = kind == FP32 ? 4 : 2;
   const int64_t whole = count - count % LANES;
-  accumulate_vectors(total, gradient, kind, factor, first, whole);
+  accumulate_vectors<kind>(total, gradient, factor, first, whole);
   if (whole == count) return;
-  const int64_t width = kind == FP32 ? 4 : 2;
   alignas(64) float sums[LANES] = {};
-  alignas(64) char values[4 * LANES] = {};
+  alignas(64) char values[width * LANES] = {};
   __builtin_memcpy(sums, total + whole, (count - whole) * 4);
   __builtin_memcpy(values, (const char*)gradient + whole * width, (count - whole) * width);
-  accumulate_vectors(sums, values, kind, factor, first, LANES);
+  accumulate_vectors<kind>(sums, values, factor, first, LANES);
   __builtin_memcpy(total + whole, sums, (count - whole) * 4);
 }
 
+void accumulate_range(float* total, const void* gradient, Kind kind, float factor, bool first, int64_t count) {
+  const auto accumulate = kind == BF16 ? accumulate_kind<BF16> : kind == FP16 ? accumulate_kind<FP16> : accumulate_kind<FP32>;
+  accumulate(total, gradient, factor, first, count);
+}
+
+constexpr int ROW = 16;  // lanes of the widest path
 typedef double Doubles __attribute__((vector_size(8 * LANES)));
+
+template <Kind kind>
+void add_squares(Doubles* sums, const void* values, int64_t count) {
+  for (int64_t index = 0; index < count; index += ROW) {
+    for (int part = 0; part < ROW / LANES; ++part) {
+      const Doubles x = __builtin_convertvector(load_as_floats<kind>(values, index + part * LANES), Doubles);
+      sums[part] += x * x;
+    }
+  }
+}
 
 // Every path adds into the same 16 sums, element i into sum i % 16, and these pairwise: the order is a property of the
 // block, not of the vectors. Squares of fp32 values are exact in double.
-double square_sum_block(const void* values, Kind kind, int64_t count) {
-  constexpr int ROWS = LONGEST_ROW / LANES;
-  Doubles sums[ROWS] = {};
-  const int64_t whole = count - count % LONGEST_ROW;
-  for (int64_t index = 0; index < whole; index += LONGEST_ROW) {
-    for (int row = 0; row < ROWS; ++row) {
-      const Doubles x = __builtin_convertvector(load_as_floats(values, kind, index + row * LANES), Doubles);
-      sums[row] += x * x;
-    }
-  }
+template <Kind kind>
+double square_sum_kind(const void* values, int64_t count) {
+  constexpr int64_t width = kind == FP32 ? 4 : 2;
+  Doubles sums[ROW / LANES] = {};
+  const int64_t whole = count - count % ROW;
+  add_squares<kind>(sums, values, whole);
   if (whole < count) {
-    const int64_t width = kind == FP32 ? 4 : 2;
-    alignas(64) char copy[4 * LONGEST_ROW] = {};
+    alignas(64) char copy[width * ROW] = {};
     __builtin_memcpy(copy, (const char*)values + whole * width, (count - whole) * width);
-    for (int row = 0; row < ROWS; ++row) {
-      const Doubles x = __builtin_convertvector(load_as_floats(copy, kind, row * LANES), Doubles);
-      sums[row] += x * x;
-    }
+    add_squares<kind>(sums, copy, ROW);
   }
-  double lanes[LONGEST_ROW];
+  double lanes[ROW];
   __builtin_memcpy(lanes, sums, sizeof lanes);
-  for (int half = LONGEST_ROW / 2; half > 0; half /= 2) {
+  for (int half = ROW / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
   return lanes[0];
+}
+
+double square_sum_block(const void* values, Kind kind, int64_t count) {
+  const auto square_sum = kind == BF16 ? square_sum_kind<BF16> : kind == FP16 ? square_sum_kind<FP16> : square_sum_kind<FP32>;
+  return square_sum(values, count);
 }
 
 }  // namespace

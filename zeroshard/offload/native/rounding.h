@@ -5,37 +5,32 @@
 
 namespace {
 
-// A parameter's bf16 half, such that bits - (high << 16) always fits int16. To nearest even would not: ties of either
-// parity would leave the same remainder. Overflow gives inf, as it should; a NaN must be canonical.
-inline Words nearest_half(Words x) { return (x + 0x8000u) >> 16; }
+// Both leave the bf16 value in the upper halves, and what is to be forgotten below.
 
-// Bits that decide the roundings of one parameter in one step.
+// For parameters, half away from zero: what is lost, bits - (high << 16), then always fits int16. To nearest even it
+// would not: ties of either parity would leave the same remainder. Overflow gives inf, as it should; a NaN must be
+// canonical.
+inline Words nearest(Floats x) { return bits(x) + 0x8000u; }
+
+// Bits that decide the roundings of one parameter in one step, as a function of the element's index alone.
 class Dice {
  public:
-  Dice(uint64_t seed, uint64_t key, uint64_t step, uint64_t index)
-      : low_(uint32_t(index)), lanes_(first_lanes()) {
+  Dice(uint64_t seed, uint64_t key, uint64_t step, uint64_t index) {
     const uint64_t state = absorb(absorb(absorb(absorb(0, seed), key), step), index >> 32);
-    before_ = uint32_t(state);
-    between_ = uint32_t(state >> 32);
+    stride_ = uint32_t(state) | 1;
+    first_ = uint32_t(state >> 32) + uint32_t(index) * stride_;
+    for (int lane = 0; lane < LANES; ++lane) lanes_[lane] = uint32_t(lane) * stride_;
   }
 
-  // 32 random bits for each of the LANES elements from `offset` after the index on: a keyed integer hash of that index
-  // (multipliers: C. Wellons, "hash-prospector"). The upper 16 are for the second moment, the lower for the first.
+  // 32 random bits for each of the LANES elements from `offset` after the index on: a sequence with a stride of its own,
+  // hashed (multipliers: C. Wellons, "hash-prospector"). The upper 16 are for the second moment, the lower for the first.
   Words roll(int64_t offset) const {
-    Words x = (lanes_ + (low_ + uint32_t(offset))) ^ before_;
+    Words x = lanes_ + (first_ + uint32_t(offset) * stride_);
     x = (x ^ x >> 16) * 0x21F0AAADu;
-    x = (x ^ x >> 15) + between_;
-    x = (x ^ x >> 16) * 0xD35A2D97u;
-    return x ^ x >> 15;
+    return (x ^ x >> 15) * 0xD35A2D97u;
   }
 
  private:
-  static Words first_lanes() {
-    Words lanes;
-    for (int lane = 0; lane < LANES; ++lane) lanes[lane] = uint32_t(lane);
-    return lanes;
-  }
-
   static uint64_t absorb(uint64_t state, uint64_t word) {  // a step of splitmix64
     uint64_t x = state + word + 0x9E3779B97F4A7C15u;
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
@@ -43,18 +38,18 @@ class Dice {
     return x ^ x >> 31;
   }
 
-  uint32_t low_, before_, between_;
+  uint32_t stride_, first_;
   Words lanes_;
 };
 
-// The bf16 half of x, up with the probability of what lies below it. `random` is below 2^16. Inf and a canonical NaN
-// have nothing below; a finite value never becomes inf.
-inline Words stochastic_half(Floats x, Words random) {
-  const Words magnitude = bits(x) & 0x7FFFFFFFu;
-  const Words raised = magnitude + random;
-  const Words largest = Words{} + 0x7F7FFFFFu;
-  const Words finite = raised < largest ? raised : largest;
-  return ((magnitude < 0x7F800000u ? finite : raised) | (bits(x) & 0x80000000u)) >> 16;
-}
+// For moments, up with the probability of what is lost: `random` is below 2^16.
+inline Words stochastic(Floats x, Words random) { return bits(x) + random; }
+
+// From this magnitude on, the largest finite bf16 value's, nothing may be added: finite values would become inf.
+constexpr uint32_t CUT_OFF = 0x7F7F0000u;
+
+inline Words magnitude(Floats x) { return bits(x) & 0x7FFFFFFFu; }
+
+inline Words calm(Words random, Floats x) { return magnitude(x) < CUT_OFF ? random : Words{}; }
 
 }  // namespace

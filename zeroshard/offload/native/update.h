@@ -13,11 +13,152 @@ struct Arrays {
   void* moments[2];
 };
 
-inline int64_t width(Kind kind) { return kind == ABSENT ? 0 : kind == FP32 ? 4 : 2; }
+// Everything else that a pass needs.
+struct Pass {
+  const Rule& rule;
+  float factor;
+  Dice dice;
+  int64_t offset;  // of the arrays, from the element that the dice start at
+};
 
-inline void* at(void* array, Kind kind, int64_t index) { return (char*)array + index * width(kind); }
+// How a segment's arrays are stored. Known when compiling, so that the loop over elements asks no questions.
+template <Kind gradient_, Kind master_, Kind parameter_, Kind first_, Kind second_>
+struct Format {
+  static constexpr Kind gradient = gradient_, master = master_, parameter = parameter_;
+  static constexpr Kind first = first_, second = second_;
+};
 
-inline Arrays arrays_from(const Segment& segment, int64_t offset) {
+template <class Format>
+inline Floats load_master(const Arrays& arrays, int64_t index) {
+  if constexpr (Format::master == REMAINDER) {
+    const Words high = widen_high((const uint16_t*)arrays.parameter + index);
+    return floats(high + widen_signed((const uint16_t*)arrays.master + index));
+  } else {
+    return load<Floats>((const float*)arrays.master + index);
+  }
+}
+
+template <class Format>
+inline void store_master(const Arrays& arrays, int64_t index, Floats x) {
+  uint16_t* parameter = (uint16_t*)arrays.parameter + index;
+  if constexpr (Format::master == REMAINDER) {
+    narrow_low((uint16_t*)arrays.master + index, bits(x));  // bits - (high << 16), in int16
+  } else {
+    store((float*)arrays.master + index, x);
+  }
+  if constexpr (Format::parameter == BF16) narrow_high(parameter, nearest(x));
+  if constexpr (Format::parameter == FP16) to_fp16(parameter, x);
+}
+
+template <Kind kind>
+inline void store_moment(void* array, int64_t index, Floats x, Words random) {
+  if constexpr (kind == BF16) {
+    narrow_high((uint16_t*)array + index, stochastic(x, random));
+  } else {
+    store((float*)array + index, x);
+  }
+}
+
+// torch.optim.Adam and AdamW, in their order of operations. `count` is a multiple of LANES.
+template <class Format>
+void adam(const Arrays arrays, const Pass& pass, int64_t count) {
+  const Rule rule = pass.rule;
+  const Dice dice = pass.dice;
+  const float factor = pass.factor, complement = 1.0f - rule.first_weight;
+  for (int64_t index = 0; index < count; index += LANES) {
+    Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
+    Floats master = load_master<Format>(arrays, index) * rule.shrink;
+    Floats first = load_as_floats<Format::first>(arrays.moments[0], index);
+    Floats second = load_as_floats<Format::second>(arrays.moments[1], index);
+    if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
+    if (rule.flags & LERP_FROM_END) {
+      first = gradient - (gradient - first) * complement;
+    } else {
+      first = first + rule.first_weight * (gradient - first);
+    }
+    second = second * rule.keep + rule.second_weight * gradient * gradient;
+    const Floats denominator = square_root(second) / rule.correction + rule.epsilon;
+    master = master + rule.step_size * first / denominator;
+    if (__builtin_expect(has_nan(master), false)) {  // as it does if a moment is one
+      master = canonical(master), first = canonical(first), second = canonical(second);
+    }
+    Words first_random{}, second_random{};
+    if constexpr (Format::first == BF16 || Format::second == BF16) {
+      const Words random = dice.roll(pass.offset + index);
+      first_random = random & 0xFFFFu, second_random = random >> 16;
+      if (__builtin_expect(reaches(larger(magnitude(first), magnitude(second)), CUT_OFF), false)) {
+        first_random = calm(first_random, first), second_random = calm(second_random, second);
+      }
+    }
+    store_moment<Format::first>(arrays.moments[0], index, first, first_random);
+    store_moment<Format::second>(arrays.moments[1], index, second, second_random);
+    store_master<Format>(arrays, index, master);
+  }
+}
+
+// torch.optim.SGD, likewise. Without momentum there is no buffer.
+template <class Format>
+void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
+  const Rule rule = pass.rule;
+  const Dice dice = pass.dice;
+  const float factor = pass.factor;
+  for (int64_t index = 0; index < count; index += LANES) {
+    Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
+    Floats master = load_master<Format>(arrays, index);
+    if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
+    if constexpr (Format::first != ABSENT) {
+      Floats buffer = gradient;
+      if (!(rule.flags & FIRST)) {
+        buffer = load_as_floats<Format::first>(arrays.moments[0], index) * rule.keep + rule.first_weight * gradient;
+      }
+      gradient = rule.flags & NESTEROV ? gradient + rule.keep * buffer : buffer;
+      buffer = canonical(buffer);
+      Words random{};
+      if constexpr (Format::first == BF16) random = calm(dice.roll(pass.offset + index) & 0xFFFFu, buffer);
+      store_moment<Format::first>(arrays.moments[0], index, buffer, random);
+    }
+    store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));
+  }
+}
+
+typedef void Loop(const Arrays, const Pass&, int64_t count);
+
+// The loop that fits a segment: one argument of Format after the other is looked up.
+template <Kind gradient, Kind master, Kind parameter>
+Loop* loop_for_moments(Algorithm algorithm, const Kind* moments) {
+  if (algorithm == ADAM) {
+    if (moments[0] == FP32) {
+      return moments[1] == FP32 ? adam<Format<gradient, master, parameter, FP32, FP32>>
+                                : adam<Format<gradient, master, parameter, FP32, BF16>>;
+    }
+    return moments[1] == FP32 ? adam<Format<gradient, master, parameter, BF16, FP32>>
+                              : adam<Format<gradient, master, parameter, BF16, BF16>>;
+  }
+  if (moments[0] == FP32) return sgd<Format<gradient, master, parameter, FP32, ABSENT>>;
+  if (moments[0] == BF16) return sgd<Format<gradient, master, parameter, BF16, ABSENT>>;
+  return sgd<Format<gradient, master, parameter, ABSENT, ABSENT>>;
+}
+
+template <Kind gradient>
+Loop* loop_for_master(const Segment& segment, Algorithm algorithm) {
+  const Kind* moments = segment.moment_kinds;
+  if (segment.master_kind == REMAINDER) return loop_for_moments<gradient, REMAINDER, BF16>(algorithm, moments);
+  if (segment.parameter_kind == BF16) return loop_for_moments<gradient, FP32, BF16>(algorithm, moments);
+  if (segment.parameter_kind == FP16) return loop_for_moments<gradient, FP32, FP16>(algorithm, moments);
+  return loop_for_moments<gradient, FP32, ABSENT>(algorithm, moments);
+}
+
+Loop* loop_for(const Segment& segment, Algorithm algorithm) {
+  if (segment.gradient_kind == BF16) return loop_for_master<BF16>(segment, algorithm);
+  if (segment.gradient_kind == FP16) return loop_for_master<FP16>(segment, algorithm);
+  return loop_for_master<FP32>(segment, algorithm);
+}
+
+int64_t width(Kind kind) { return kind == ABSENT ? 0 : kind == FP32 ? 4 : 2; }
+
+void* at(void* array, Kind kind, int64_t index) { return (char*)array + index * width(kind); }
+
+Arrays arrays_from(const Segment& segment, int64_t offset) {
   return {at(segment.gradient, segment.gradient_kind, offset),
           at(segment.master, segment.master_kind, offset),
           at(segment.parameter, segment.parameter_kind, offset),
@@ -25,94 +166,8 @@ inline Arrays arrays_from(const Segment& segment, int64_t offset) {
            at(segment.moments[1], segment.moment_kinds[1], offset)}};
 }
 
-inline Floats load_master(const Arrays& arrays, Kind kind, int64_t index) {
-  if (kind == FP32) return load<Floats>((const float*)arrays.master + index);
-  const Words low = widen((const uint16_t*)arrays.master + index);
-  const Words high = widen((const uint16_t*)arrays.parameter + index);
-  return floats((high << 16) + ((low ^ 0x8000u) - 0x8000u));  // low is signed
-}
-
-inline void store_master(const Arrays& arrays, Kind kind, Kind parameter_kind, int64_t index, Floats x) {
-  uint16_t* parameter = (uint16_t*)arrays.parameter + index;
-  const Words high = nearest_half(bits(x));
-  if (kind == FP32) {
-    store((float*)arrays.master + index, x);
-  } else {
-    narrow((uint16_t*)arrays.master + index, bits(x) - (high << 16));
-  }
-  if (parameter_kind == BF16) narrow(parameter, high);
-  if (parameter_kind == FP16) to_fp16(parameter, x);
-}
-
-inline void store_moment(void* array, Kind kind, int64_t index, Floats x, Words random) {
-  if (kind == FP32) {
-    store((float*)array + index, x);
-  } else {
-    narrow((uint16_t*)array + index, stochastic_half(x, random));
-  }
-}
-
-// torch.optim.Adam and AdamW, in their order of operations. `count` is a multiple of LANES.
-void adam(const Segment& kinds, const Arrays& arrays, const Rule& rule, float factor, const Dice& dice,
-          int64_t offset, int64_t count) {
-  const bool rounds = kinds.moment_kinds[0] == BF16 || kinds.moment_kinds[1] == BF16;
-  const float end_weight = 1.0f - rule.first_weight;
-  for (int64_t index = 0; index < count; index += LANES) {
-    Floats gradient = load_as_floats(arrays.gradient, kinds.gradient_kind, index) * factor;
-    Floats master = load_master(arrays, kinds.master_kind, index);
-    Floats first = load_as_floats(arrays.moments[0], kinds.moment_kinds[0], index);
-    Floats second = load_as_floats(arrays.moments[1], kinds.moment_kinds[1], index);
-    master = master * rule.shrink;
-    if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
-    if (rule.flags & LERP_FROM_END) {
-      first = gradient - (gradient - first) * end_weight;
-    } else {
-      first = first + rule.first_weight * (gradient - first);
-    }
-    second = second * rule.keep + rule.second_weight * gradient * gradient;
-    const Floats denominator = square_root(second) / rule.correction + rule.epsilon;
-    master = canonical(master + rule.step_size * first / denominator);
-    const Words random = rounds ? dice.roll(offset + index) : Words{};
-    store_moment(arrays.moments[0], kinds.moment_kinds[0], index, canonical(first), random & 0xFFFFu);
-    store_moment(arrays.moments[1], kinds.moment_kinds[1], index, canonical(second), random >> 16);
-    store_master(arrays, kinds.master_kind, kinds.parameter_kind, index, master);
-  }
-}
-
-// torch.optim.SGD, likewise. Without momentum there is no buffer.
-void sgd(const Segment& kinds, const Arrays& arrays, const Rule& rule, float factor, const Dice& dice, int64_t offset,
-         int64_t count) {
-  const Kind buffer_kind = kinds.moment_kinds[0];
-  for (int64_t index = 0; index < count; index += LANES) {
-    Floats gradient = load_as_floats(arrays.gradient, kinds.gradient_kind, index) * factor;
-    Floats master = load_master(arrays, kinds.master_kind, index);
-    if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
-    if (buffer_kind != ABSENT) {
-      Floats buffer = gradient;
-      if (!(rule.flags & FIRST)) {
-        buffer = load_as_floats(arrays.moments[0], buffer_kind, index) * rule.keep + rule.first_weight * gradient;
-      }
-      gradient = rule.flags & NESTEROV ? gradient + rule.keep * buffer : buffer;
-      const Words random = buffer_kind == BF16 ? dice.roll(offset + index) : Words{};
-      store_moment(arrays.moments[0], buffer_kind, index, canonical(buffer), random & 0xFFFFu);
-    }
-    master = canonical(master + rule.step_size * gradient);
-    store_master(arrays, kinds.master_kind, kinds.parameter_kind, index, master);
-  }
-}
-
-void update_vectors(const Segment& segment, const Arrays& arrays, const Rule& rule, float factor, const Dice& dice,
-                    int64_t offset, int64_t count) {
-  if (rule.algorithm == ADAM) {
-    adam(segment, arrays, rule, factor, dice, offset, count);
-  } else {
-    sgd(segment, arrays, rule, factor, dice, offset, count);
-  }
-}
-
 // The last elements, fewer than a vector: the same code on copies, so that they get the same bits.
-void update_tail(const Segment& segment, const Arrays& arrays, const Rule& rule, float factor, const Dice& dice,
-                 int64_t offset, int64_t count) {
+void update_tail(Loop* loop, const Segment& segment, const Arrays& arrays, const Pass& pass, int64_t count) {
   alignas(64) char copies[5][4 * LANES] = {};
   const Arrays local = {copies[0], copies[1], copies[2], {copies[3], copies[4]}};
   const Kind* kinds = segment.moment_kinds;
@@ -121,7 +176,7 @@ void update_tail(const Segment& segment, const Arrays& arrays, const Rule& rule,
   __builtin_memcpy(copies[2], arrays.parameter, count * width(segment.parameter_kind));
   __builtin_memcpy(copies[3], arrays.moments[0], count * width(kinds[0]));
   __builtin_memcpy(copies[4], arrays.moments[1], count * width(kinds[1]));
-  update_vectors(segment, local, rule, factor, dice, offset, LANES);
+  loop(local, pass, LANES);
   __builtin_memcpy(arrays.master, copies[1], count * width(segment.master_kind));
   __builtin_memcpy(arrays.parameter, copies[2], count * width(segment.parameter_kind));
   __builtin_memcpy(arrays.moments[0], copies[3], count * width(kinds[0]));
@@ -130,17 +185,19 @@ void update_tail(const Segment& segment, const Arrays& arrays, const Rule& rule,
 
 void update_range(const Segment& segment, const Rule& rule, float factor, uint64_t seed, int64_t offset,
                   int64_t count) {
-  const float sign = rule.flags & MAXIMIZE ? -1.0f : 1.0f;
+  Loop* loop = loop_for(segment, rule.algorithm);
+  const float signed_factor = rule.flags & MAXIMIZE ? -factor : factor;
   while (count > 0) {
     // The hash counts in 32 bits and takes the index's upper half as part of its key.
     const uint64_t index = uint64_t(segment.start + offset);
     const int64_t until_carry = int64_t(0x100000000u - (index & 0xFFFFFFFFu));
     const int64_t part = count < until_carry ? count : until_carry;
     const int64_t whole = part - part % LANES;
-    const Dice dice(seed, segment.key, uint64_t(rule.step), index);
-    update_vectors(segment, arrays_from(segment, offset), rule, sign * factor, dice, 0, whole);
+    Pass pass = {rule, signed_factor, Dice(seed, segment.key, uint64_t(rule.step), index), 0};
+    loop(arrays_from(segment, offset), pass, whole);
     if (whole < part) {
-      update_tail(segment, arrays_from(segment, offset + whole), rule, sign * factor, dice, whole, part - whole);
+      pass.offset = whole;
+      update_tail(loop, segment, arrays_from(segment, offset + whole), pass, part - whole);
     }
     offset += part;
     count -= part;
