@@ -8,19 +8,19 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test bench lint format clean
+.PHONY: help setup train test bench bench-adam lint format clean
 
 help:  ## show this list
 	@echo "zeroshard: ZeRO stages 0 to 3 for unchanged PyTorch models. The first target you run also sets up $(VENV)."
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo 'Options go through ARGS, for example: make train ARGS="--stage 2 --steps 100"'
 
 setup: $(READY)  ## only create the virtual environment and install what constraints.txt pins
 
 # Re-done when a dependency may have changed, not when code did: the install is editable.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "zeroshard needs Python 3.11 or later; name one with: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,9 @@ $(PEERS): $(READY)
 bench: $(PEERS)  ## tokens/s and peak memory beside DDP, FSDP2 and DeepSpeed, on two CPU ranks (about five minutes)
 	$(BIN)/python benchmarks/cpu_step.py $(ARGS)
 
+bench-adam: $(PEERS)  ## the host optimizer beside DeepSpeed's, torch's and the memory's own speed (about a minute)
+	$(BIN)/python benchmarks/adam.py $(ARGS)
+
 lint: $(READY)  ## ruff (lint and format) and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,4 +55,4 @@ format: $(READY)  ## let ruff rewrite the code
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis zeroshard/offload/native/*.so

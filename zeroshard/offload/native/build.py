@@ -71,6 +71,13 @@ def build(folder: Path) -> Path:
     return target
 
 
+def install(folder: Path) -> Path:
+    """Compile the library into a package's folder, in place of any that older sources made."""
+    for old in folder.glob("libzeroshard-*.so"):
+        old.unlink()
+    return build(folder)
+
+
 def _compiler() -> list[str]:
     if asked := os.environ.get(CXX_VARIABLE):
         return shlex.split(asked)
@@ -101,11 +108,8 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     """Build beside the sources; 1 with the reason where that fails."""
-    for stale in HERE.glob("libzeroshard-*.so"):
-        if stale.name != library_name():
-            stale.unlink()
     try:
-        print(build(HERE))
+        print(install(HERE))
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
