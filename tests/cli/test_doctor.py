@@ -6,12 +6,13 @@ from zeroshard.cli import doctor
 from zeroshard.cli.doctor import Finding, Verdict
 from zeroshard.cli.main import main
 from zeroshard.machine import Amx
+from zeroshard.offload.library import Choice, Simd
 
 
 def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    for about in ("machine", "cores", "memory", "python", "torch", "gpu", "backends", "AMX"):
+    for about in ("machine", "cores", "memory", "python", "torch", "gpu", "backends", "host step", "AMX"):
         assert about in shown
 
 
@@ -47,3 +48,25 @@ def test_a_host_name_that_does_not_resolve_is_noted(
     monkeypatch.setattr(doctor.socket, "gethostbyname", unresolved)
     assert main(["doctor"]) == 0
     assert "GLOO_SOCKET_IFNAME" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown"),
+    [
+        (Choice(Simd.AVX512, "the best that this processor has"), "ok    host step    native, AVX-512 (the best"),
+        (Choice(Simd.PORTABLE, "asked for"), "native, portable (asked for)"),
+        (Choice(Simd.TORCH, "no native library: no compiler", "install one"), "-> install one"),
+    ],
+)
+def test_the_host_optimizer_is_named_with_the_reason(
+    choice: Choice, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "choose", lambda: choice)
+    assert main(["doctor"]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_a_path_that_is_not_there_is_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ZEROSHARD_KERNEL", "avx1024")
+    assert main(["doctor"]) == 1
+    assert "unset ZEROSHARD_KERNEL" in capsys.readouterr().out

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from zeroshard import machine
 from zeroshard.machine import Amx
+from zeroshard.offload.cores import share
+from zeroshard.offload.library import VARIABLE, Simd, choose
 
 OLDEST_TORCH = (2, 11)
 SMALL_SHARED_MEMORY = 2**30  # bytes; NCCL's ranks on one node exchange data through /dev/shm
@@ -47,7 +49,7 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `doctor` to the command line."""
     parser = add_parser(
         "doctor",
-        help="explain this machine: cores, memory, torch, GPUs, backends, AMX, and what to do",
+        help="explain this machine: cores, memory, torch, GPUs, backends, host optimizer, AMX, and what to do",
         description="Explain this machine and what to do about each finding. Exits with 1 if training cannot work.",
     )
     parser.set_defaults(run=run)
@@ -69,6 +71,7 @@ def findings() -> Iterator[Finding]:
     yield _torch()
     yield from _gpus()
     yield from _backends()
+    yield _host_optimizer()
     yield _amx(machine.probe_amx())
 
 
@@ -152,6 +155,20 @@ def _backends() -> Iterator[Finding]:
             yield Finding(
                 "/dev/shm", f"{size / 2**20:.0f} MiB", Verdict.NOTE, "small for NCCL: give the container --shm-size=1g"
             )
+
+
+def _host_optimizer() -> Finding:
+    """What updates parameters in host memory; asking builds it where nobody has."""
+    try:
+        choice, threads = choose(), share().threads
+    except ValueError as error:
+        return Finding("host step", str(error), Verdict.BAD, f"unset {VARIABLE}, or name another path")
+    if choice.simd is Simd.TORCH:
+        fact = f"torch's fused optimizers ({choice.reason}): slower, no 16-bit moments, no split master"
+    else:
+        name = {Simd.AVX512: "AVX-512", Simd.AVX2: "AVX2"}.get(choice.simd, "portable")
+        fact = f"native, {name} ({choice.reason}), {threads} threads for one rank"
+    return Finding("host step", fact, Verdict.NOTE if choice.remedy else Verdict.OK, choice.remedy)
 
 
 def _amx(amx: Amx) -> Finding:
