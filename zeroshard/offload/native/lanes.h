@@ -148,8 +148,6 @@ inline Floats load_as_floats(const void* array, int64_t index) {
   }
 }
 
-inline Words larger(Words a, Words b) { return a > b ? a : b; }
-
 // Which operand's NaN an operation keeps is up to the compiler; what is stored must not be.
 inline Floats canonical(Floats x) { return x == x ? x : floats(Words{} + 0x7FC00000u); }
 
@@ -165,13 +163,15 @@ inline bool has_nan(Floats x) {
 #endif
 }
 
-inline bool reaches(Words x, uint32_t bound) {  // both below 2^31
+inline bool has_special(Words x) {  // inf or NaN
 #if LANES == 16
-  return _mm512_cmpge_epu32_mask((__m512i)x, _mm512_set1_epi32(int(bound))) != 0;
+  return _mm512_fpclass_ps_mask((__m512)x, 0x99) != 0;
 #elif LANES == 8
-  return _mm256_movemask_ps((__m256)_mm256_cmpgt_epi32((__m256i)x, _mm256_set1_epi32(int(bound) - 1))) != 0;
+  const __m256i exponents = _mm256_set1_epi32(0x7F800000);
+  const __m256i full = _mm256_cmpeq_epi32(_mm256_and_si256((__m256i)x, exponents), exponents);
+  return _mm256_movemask_ps((__m256)full) != 0;
 #else
-  (void)x, (void)bound;
+  (void)x;
   return true;
 #endif
 }

@@ -45,11 +45,10 @@ class Dice {
 // For moments, up with the probability of what is lost: `random` is below 2^16.
 inline Words stochastic(Floats x, Words random) { return bits(x) + random; }
 
-// From this magnitude on, the largest finite bf16 value's, nothing may be added: finite values would become inf.
-constexpr uint32_t CUT_OFF = 0x7F7F0000u;
-
-inline Words magnitude(Floats x) { return bits(x) & 0x7FFFFFFFu; }
-
-inline Words calm(Words random, Floats x) { return magnitude(x) < CUT_OFF ? random : Words{}; }
+// The same where x may be anything. From the largest finite bf16 value on it is cut off: finite values must not become
+// inf, and inf and a canonical NaN have nothing to cut.
+inline Words stochastic_or_cut(Floats x, Words random) {
+  return (bits(x) & 0x7FFFFFFFu) < 0x7F7F0000u ? bits(x) + random : bits(x);
+}
 
 }  // namespace

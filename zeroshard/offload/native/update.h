@@ -51,9 +51,9 @@ inline void store_master(const Arrays& arrays, int64_t index, Floats x) {
 }
 
 template <Kind kind>
-inline void store_moment(void* array, int64_t index, Floats x, Words random) {
+inline void store_moment(void* array, int64_t index, Words x) {
   if constexpr (kind == BF16) {
-    narrow_high((uint16_t*)array + index, stochastic(x, random));
+    narrow_high((uint16_t*)array + index, x);
   } else {
     store((float*)array + index, x);
   }
@@ -79,19 +79,23 @@ void adam(const Arrays arrays, const Pass& pass, int64_t count) {
     second = second * rule.keep + rule.second_weight * gradient * gradient;
     const Floats denominator = square_root(second) / rule.correction + rule.epsilon;
     master = master + rule.step_size * first / denominator;
-    if (__builtin_expect(has_nan(master), false)) {  // as it does if a moment is one
-      master = canonical(master), first = canonical(first), second = canonical(second);
-    }
-    Words first_random{}, second_random{};
+    Words low{}, high{};  // random bits
     if constexpr (Format::first == BF16 || Format::second == BF16) {
       const Words random = dice.roll(pass.offset + index);
-      first_random = random & 0xFFFFu, second_random = random >> 16;
-      if (__builtin_expect(reaches(larger(magnitude(first), magnitude(second)), CUT_OFF), false)) {
-        first_random = calm(first_random, first), second_random = calm(second_random, second);
-      }
+      low = random & 0xFFFFu, high = random >> 16;
     }
-    store_moment<Format::first>(arrays.moments[0], index, first, first_random);
-    store_moment<Format::second>(arrays.moments[1], index, second, second_random);
+    Words kept_first = Format::first == BF16 ? stochastic(first, low) : bits(first);
+    Words kept_second = Format::second == BF16 ? stochastic(second, high) : bits(second);
+    bool rare = has_nan(master);  // as it has if a moment is one
+    if constexpr (Format::first == BF16) rare |= has_special(kept_first);
+    if constexpr (Format::second == BF16) rare |= has_special(kept_second);
+    if (__builtin_expect(rare, false)) {
+      master = canonical(master), first = canonical(first), second = canonical(second);
+      kept_first = Format::first == BF16 ? stochastic_or_cut(first, low) : bits(first);
+      kept_second = Format::second == BF16 ? stochastic_or_cut(second, high) : bits(second);
+    }
+    store_moment<Format::first>(arrays.moments[0], index, kept_first);
+    store_moment<Format::second>(arrays.moments[1], index, kept_second);
     store_master<Format>(arrays, index, master);
   }
 }
@@ -112,10 +116,11 @@ void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
         buffer = load_as_floats<Format::first>(arrays.moments[0], index) * rule.keep + rule.first_weight * gradient;
       }
       gradient = rule.flags & NESTEROV ? gradient + rule.keep * buffer : buffer;
-      buffer = canonical(buffer);
-      Words random{};
-      if constexpr (Format::first == BF16) random = calm(dice.roll(pass.offset + index) & 0xFFFFu, buffer);
-      store_moment<Format::first>(arrays.moments[0], index, buffer, random);
+      Words kept = bits(canonical(buffer));
+      if constexpr (Format::first == BF16) {
+        kept = stochastic_or_cut(floats(kept), dice.roll(pass.offset + index) & 0xFFFFu);
+      }
+      store_moment<Format::first>(arrays.moments[0], index, kept);
     }
     store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));
   }
