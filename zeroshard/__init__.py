@@ -2,8 +2,9 @@
 
 from .api import full_state_dict, gathered, no_sync, shard, stats, synchronize
 from .comm import DisagreementError, StallError, Traffic
-from .config import Config, LossScale, Precision
+from .config import Config, LossScale, Offload, Precision
 from .observe.ledger import Memory, Stats
+from .offload.worker import OffloadError
 from .optimizer import ShardedOptimizer
 
 __version__ = "0.1.0"
@@ -13,6 +14,8 @@ __all__ = [
     "DisagreementError",
     "LossScale",
     "Memory",
+    "Offload",
+    "OffloadError",
     "Precision",
     "ShardedOptimizer",
     "StallError",

@@ -17,6 +17,7 @@ from . import guards, machine
 from .comm import DisagreementError, Fabric
 from .config import Config
 from .observe.ledger import Stats
+from .offload.rules import check_has_kernel
 from .optimizer import ShardedOptimizer, check_covers, check_elementwise
 from .plan.memory import explain_choice, lowest_stage_that_fits, state_bytes
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
@@ -167,7 +168,12 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_frozen(model: nn.Module, config: Config) -> None:
-    for name, given in (("clip_grad_norm", config.clip_grad_norm is not None), ("elementwise", config.elementwise)):
+    only_states = config.offload is not None and config.offload.parameters != "cpu"
+    for name, given in (
+        ("clip_grad_norm", config.clip_grad_norm is not None),
+        ("elementwise", config.elementwise),
+        ("offload", only_states),
+    ):
         if given:
             raise ValueError(f"{name}={getattr(config, name)!r} has no effect without an optimizer; leave it out")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -184,6 +190,8 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, config:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     check_elementwise(optimizer, config.elementwise)
+    if config.offload is not None:
+        check_has_kernel(optimizer)
     check_covers(optimizer, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient; leave the optimizer out")

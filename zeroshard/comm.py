@@ -137,6 +137,8 @@ class Lane:
         ``allocate`` gives ``whole`` its memory. It runs on the lane's stream, after the device's work so far, so that
         memory which that work released can be reused safely.
         """
+        if self.group is None:  # nobody to gather from
+            return self._on_stream(allocate or (lambda: None))
         self._note(Collective.ALL_GATHER, whole, label)
         if self._by_message:
             if allocate is not None:

@@ -50,7 +50,7 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm of each tensor, computed in ``dtype``: one kernel for many tensors on CUDA."""
-    return list(torch._foreach_norm(tensors, 2.0, dtype=dtype))
+    return list(torch._foreach_norm(tensors, 2.0, dtype=dtype)) if tensors else []
 
 
 def default_store() -> Any:

@@ -56,17 +56,29 @@ class StateTable:
     parameters: AtRest
 
 
-def state_table(stage: int, world: int) -> StateTable:
-    """The row of extents that a stage stands for. A world of one has nothing to divide: every shard is the whole.
+def state_table(stage: int, world: int, offload: Offload | None = None) -> StateTable:
+    """The row of extents that a stage stands for, and the row of places of an offload.
+
+    A world of one has nothing to divide: every shard is the whole. But parameters that rest on the host come and go
+    there too.
 
     >>> state_table(2, world=4).gradients.extent
     <Extent.SHARD: 'shard'>
+    >>> state_table(2, world=4, offload=Offload()).optimizer.place
+    <Place.HOST: 'host'>
     """
+    states = Place.DEVICE if offload is None else Place.HOST
+    parameters = Place.HOST if offload is not None and offload.parameters == "cpu" else Place.DEVICE
 
-    def extent(from_stage: int) -> AtRest:
-        return AtRest(Extent.SHARD if stage >= from_stage and world > 1 else Extent.WHOLE)
+    def at_rest(from_stage: int, place: Place, comes_and_goes: bool = False) -> AtRest:
+        divided = stage >= from_stage and (world > 1 or comes_and_goes)
+        return AtRest(Extent.SHARD if divided else Extent.WHOLE, place)
 
-    return StateTable(optimizer=extent(1), gradients=extent(2), parameters=extent(3))
+    return StateTable(
+        optimizer=at_rest(1, states),
+        gradients=at_rest(2, states),
+        parameters=at_rest(3, parameters, comes_and_goes=parameters is Place.HOST),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +190,129 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Optimizer states and gradients live in host memory, and the host updates them (ZeRO-Offload).
+
+    ``offload="cpu"`` stands for ``Offload()``. Results are those of a step that waits for the host, whatever overlaps.
+    """
+
+    parameters: Literal["device", "cpu"] = "device"
+    """Stage 3: "cpu" keeps the parameters' shards in host memory too; units come to the device as they are needed."""
+    update_in_backward: bool = False
+    """Update a unit as soon as its gradient has landed, while backward goes on.
+
+    Saves the host's buffer of gradients (2 bytes a parameter) and time. There is no global norm yet at that moment, so
+    it excludes clipping, loss scaling and accumulation: one backward a step.
+    """
+    delayed_update_after: int | None = None
+    """After this many steps, run each step on parameters that are one update older, while the host makes the newest.
+
+    The paper's delayed parameter update; it used 40. None never delays.
+    """
+    host_fraction: float | Literal["auto"] = 1.0
+    """Share of the parameters whose states live on the host; those that forward needs first stay on the device.
+
+    "auto" leaves as many on the device as ``device_memory`` has room for.
+    """
+    device_memory: int | None = None
+    """With ``host_fraction="auto"``: bytes of the device's memory for model states. By default 60% of what is free."""
+    moments: torch.dtype = torch.float32
+    """Of the optimizer's moments. bf16 takes 4 bytes a parameter instead of 8, rounded stochastically."""
+    split_master: bool = False
+    """Keep the fp32 master as the bf16 parameter and a 16-bit remainder: the same bits in 2 bytes a parameter less."""
+    read_back: bool = False
+    """With ``split_master``: read the parameter back from the device for the update instead of keeping it on the host.
+
+    Saves 2 bytes a parameter of host memory for 2 more over PCIe, 6 in all.
+    """
+    threads: int | None = None
+    """Threads that update. By default the cores this rank may use, divided by the ranks on this machine."""
+    host_memory: int | None = None
+    """Bytes of host memory that this rank may use. By default what is available, divided by the ranks here."""
+    seed: int = 0
+    """Of the stochastic rounding of bf16 moments."""
+    blocking: bool = False
+    """``step()`` waits for the host. The results are the same; for timing and debugging."""
+
+    def __post_init__(self) -> None:
+        if self.parameters not in ("device", "cpu"):
+            raise ValueError(f'offload.parameters={self.parameters!r} must be "device" or "cpu"')
+        for name in ("update_in_backward", "split_master", "read_back", "blocking"):
+            _require_flag(f"offload.{name}", getattr(self, name))
+        for name, least in (("delayed_update_after", 0), ("device_memory", 1), ("threads", 1), ("host_memory", 1)):
+            if getattr(self, name) is not None:
+                _require_count(f"offload.{name}", getattr(self, name), least)
+        _require_count("offload.seed", self.seed, least=0)
+        fraction = self.host_fraction
+        if fraction != "auto" and (
+            isinstance(fraction, bool | str) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1
+        ):
+            raise ValueError(f'offload.host_fraction={fraction!r} must be a number from 0 to 1, or "auto"')
+        if self.device_memory is not None and fraction != "auto":
+            raise ValueError('offload.device_memory has no effect without host_fraction="auto"; leave it out')
+        if self.moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"offload.moments={self.moments!r} must be torch.float32 or torch.bfloat16")
+        if self.read_back and not self.split_master:
+            raise ValueError(
+                "offload.read_back needs split_master=True: only the high half of a split master is on the device"
+            )
+        if self.read_back and self.parameters == "cpu":
+            raise ValueError('offload.read_back has nothing to read back with parameters="cpu"; leave it out')
+        if self.parameters == "cpu" and fraction != 1:
+            raise ValueError(
+                f"offload.host_fraction={fraction!r} keeps states on the device whose parameters rest on the host with "
+                'parameters="cpu"; leave one out'
+            )
+        if self.read_back and self.delayed_update_after is not None:
+            raise ValueError(
+                "offload.read_back would read parameters that a delayed update has not reached; leave one out"
+            )
+        if self.update_in_backward and self.delayed_update_after is not None:
+            raise ValueError(
+                "offload.update_in_backward and delayed_update_after exclude each other; leave one out (with clipping "
+                "or accumulation: update_in_backward)"
+            )
+
+    @classmethod
+    def parse(cls, value: object) -> Self | None:
+        if value is None or isinstance(value, cls):
+            return value
+        if value == "cpu":
+            return cls()
+        if isinstance(value, Mapping):
+            known = [entry.name for entry in fields(cls)]
+            for name in value:
+                if name not in known:
+                    raise ValueError(f"offload.{name} is unknown{nearest(name, known)}; known: {', '.join(known)}")
+            moments = value.get("moments", torch.float32)
+            dtype = _dtype("offload.moments", moments) if isinstance(moments, str) else moments
+            return cls(**{**value, "moments": dtype})
+        raise ValueError(f'offload={value!r} must be "cpu", a zeroshard.Offload, or None')
+
+    def check_against(self, precision: Precision, stage: int | Literal["auto"], clip_grad_norm: float | None) -> None:
+        """Refuses what the other options leave without effect or sense."""
+        if self.parameters == "cpu" and stage != 3:
+            raise ValueError(_without_effect("offload.parameters", "cpu", stage))
+        if self.split_master and precision.parameters is not torch.bfloat16:
+            raise ValueError(
+                f"offload.split_master needs precision='bf16', not {precision.parameters}: only the upper half of an "
+                "fp32 number is a bf16 one"
+            )
+        if precision.cast_on_gather:
+            raise ValueError("precision.cast_on_gather casts from a master on the device; leave it out with offload=")
+        if self.update_in_backward:
+            for name, given in (
+                ("clip_grad_norm", clip_grad_norm is not None),
+                ("loss scaling (fp16)", precision.loss_scale is not None),
+            ):
+                if given:
+                    raise ValueError(
+                        f"offload.update_in_backward updates before all gradients are known, so it excludes {name}; "
+                        "leave one of them out"
+                    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Every option of ``shard()``. A field either has an effect or is refused, with the remedy."""
 
@@ -186,6 +321,8 @@ class Config:
 
     "auto" takes the lowest one whose model states fit the device, and prints which and why.
     """
+    offload: Offload | None = None
+    """Where optimizer states and gradients live: None for the device, "cpu" or an ``Offload`` for host memory."""
     precision: Precision = field(default_factory=Precision)
     """Dtypes: "fp32", "bf16", "fp16" or a ``Precision``. None keeps each parameter's own."""
     clip_grad_norm: float | None = None
@@ -225,6 +362,10 @@ class Config:
             object.__setattr__(self, "precision", Precision.parse(self.precision))
         if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:
             _require_positive("clip_grad_norm", self.clip_grad_norm)
+        if self.offload is not None:
+            object.__setattr__(self, "offload", Offload.parse(self.offload))
+            assert self.offload is not None
+            self.offload.check_against(self.precision, self.stage, self.clip_grad_norm)
         _require_positive("stall_timeout", self.stall_timeout)
         if self.stall_timeout > LONGEST_STALL:
             raise ValueError(f"stall_timeout={self.stall_timeout!r} must be at most {LONGEST_STALL:g} seconds, a year")

@@ -5,6 +5,8 @@
   says whole, it is a view of the whole local buffer, reduced in place; else it is a shard and local is freed at once.
 - **accumulator**: the stash in the accumulation dtype, which exists only while more than one micro-batch adds up.
 
+Where gradients live on the host, the stash is delivered there as soon as it is averaged (offload/pipeline.py).
+
 ``parameter.grad`` is the truth about what the user wants: once it was shown, taking it away (``zero_grad``) discards
 the gradient. It shows the gradient itself where that is whole, averaged and unscaled, and a placeholder elsewhere.
 """
@@ -12,7 +14,7 @@ the gradient. It shows the gradient itself where that is whole, averaged and uns
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,7 @@ from . import compat
 from .comm import Done, Fabric, Pending
 from .config import Extent, Precision, StateTable
 from .layout import FlatLayout, Range
+from .offload.shard import HostShard
 from .placeholder import Placeholders
 
 DEPOSIT_BYTES = 32 << 20
@@ -71,10 +74,22 @@ class FlatGradient:
         self._factor: Tensor | None = None
         self._stand_ins: list[Tensor] | None = None
         self._shown: list[tuple[Tensor, int] | None] = [None] * count
+        self._host: HostShard | None = None
+        self._deliver: Callable[[Tensor], bool] | None = None
         self.used = [False] * count
         """Which parameters got a gradient since the last step: on this rank, and after the agreement on any."""
         self.awaited = False
         """Some rank holds gradients that the others have not seen, so all must reduce."""
+
+    def live_on(self, host: HostShard, deliver: Callable[[Tensor], bool]) -> None:
+        """Averaged gradients go to the host: ``deliver`` takes one, or returns False if it is to stay for the step."""
+        self._host, self._deliver = host, deliver
+        self.visible = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether averaged gradients live in host memory."""
+        return self._host is not None
 
     @property
     def complete(self) -> bool:
@@ -92,8 +107,11 @@ class FlatGradient:
         """A new backward pass: completeness is asked anew, and autograd gets ``parameter.grad`` to itself."""
         self.hide()
         self._fired.clear()
-        if self._factor is not None and self._held is not None:
-            self._held.mul_(self._factor)  # what comes now is not clipped by what was asked before
+        if self._factor is not None:  # what comes now is not clipped by what was asked before
+            if self._held is not None:
+                self._held.mul_(self._factor)
+            if self._host is not None and self._host.received:
+                self._host.rescale(self._factor)
         self._factor = None
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -177,6 +195,10 @@ class FlatGradient:
                 self._put(reduction.out)
 
     def _put(self, out: Tensor) -> None:
+        if self._host is not None and self._deliver is not None:
+            narrow = out.dtype is not self.dtype and not self._host.received and self._fabric.world > 1
+            if self._deliver(out.to(self.dtype) if narrow else out):
+                return
         if self._accumulator is None and self._stash is None:
             if out.dtype is self.dtype:
                 self._stash = out
@@ -277,6 +299,26 @@ class FlatGradient:
         wide = torch.promote_types(held.dtype, dtype)
         return (held * factor.to(wide).expand_as(held)).to(dtype)  # widened and scaled in one pass
 
+    def take_for_host(self) -> tuple[Tensor | None, Tensor | None]:
+        """What is to be delivered still, and the factor to be applied to all of it."""
+        assert self._accumulator is None, "micro-batches add up on the host"
+        held, factor = self._stash, self._factor
+        self._stash = self._factor = None
+        return held, factor
+
+    @property
+    def present(self) -> bool:
+        """Whether there is an averaged gradient, here or on the host."""
+        return self._held is not None or (self._host is not None and self._host.received > 0)
+
+    def host_norm(self) -> tuple[Tensor, Tensor | None] | None:
+        """The norm of a gradient that is on the host, and a factor still to be applied; None if there is none."""
+        norm = None if self._host is None else self._host.norm()
+        if norm is None:
+            return None
+        value = norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
+        return value.to(self._fabric.device, non_blocking=True), self._factor
+
     def part(self, shard: Range) -> tuple[Tensor, Tensor | None] | None:
         """The averaged gradient in this rank's shard, and a factor still to be applied; None if there is none."""
         if self._held is None:
@@ -289,6 +331,8 @@ class FlatGradient:
             if reduction.pending is not None:
                 reduction.pending.wait()
         self._inflight.clear()
+        if self._host is not None:
+            self._host.forget()
         for index, entry in enumerate(self._shown):
             if entry is not None and self.parameters[index].grad is entry[0]:
                 self.parameters[index].grad = None
@@ -307,6 +351,7 @@ class FlatGradient:
             self._stash,
             *(r.local for r in self._inflight),
             *(r.out for r in self._inflight),
+            *([] if self._host is None else self._host.landing),
         ]
         extra = [] if self._accumulator is None else [self._accumulator]
         return [tensor for tensor in held if tensor is not None], extra
@@ -336,6 +381,8 @@ class FlatGradient:
         self._deposit()
         self.settle()  # or a reduce under way would bring the gradient back
         self.used[index] = False
+        if self._host is not None:
+            self._host.discard({index} if any(self.used) else None)
         if not any(self.used):
             self._local = self._stash = self._accumulator = self._factor = None
             self._arrived, self._arrived_bytes = {}, 0

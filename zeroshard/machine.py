@@ -156,6 +156,30 @@ def usable_memory() -> int:
     return memory
 
 
+def available_memory() -> int:
+    """Return the host memory in bytes that is free for use now, in this container too."""
+    memory = usable_memory()
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            memory = min(memory, int(line.split()[1]) * 1024)
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        most, now = _read(Path(folder, limit)), _read(Path(folder, used))
+        if most is not None and most.isdigit() and now is not None and now.isdigit():
+            memory = min(memory, int(most) - int(now) + _reclaimable(Path(folder, "memory.stat")))
+    return memory
+
+
+def _reclaimable(stat: Path) -> int:
+    """Bytes of cached files, which a container's usage counts and the kernel gives back on demand."""
+    for line in (_read(stat) or "").splitlines():
+        if line.startswith(("inactive_file ", "total_inactive_file ")):
+            return int(line.split()[1])
+    return 0
+
+
 def _probe_in_child() -> int:
     """Try a bf16 product in a child process and return its exit status, 1 where it could not be asked."""
     # -P: a file called torch.py in the current folder must not be taken for torch.

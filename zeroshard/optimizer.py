@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
-from .comm import DisagreementError, Fabric
+from .comm import Fabric
 from .config import Config
+from .hosted import HostUpdate, missing_gradient
+from .offload.pipeline import Pipeline
 from .precision import LossScaler, clip_factor, global_norm
 from .reducer import Reducer, gradient_of
 from .schedule import Schedule
@@ -84,6 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reducer: Reducer,
         schedule: Schedule,
         scaler: LossScaler | None,
+        pipeline: Pipeline | None,
         before_step: Callable[[], None],
         after_step: Callable[[], None],
     ) -> None:
@@ -105,7 +108,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._original = original
         self._groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self._inner = self._on_pieces(original)
-        self.state = self._inner.state
+        self._state = self._inner.state
+        self._host: HostUpdate | None = None
+        if pipeline is not None:
+            self._host = HostUpdate(flats, pipeline, original, fabric.rank, self._group, self._state)
         self._shard_state(original)
         self._complete = True
         original.register_step_pre_hook(_refuse_old_handle)
@@ -113,6 +119,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         original.register_load_state_dict_pre_hook(_refuse_old_handle)
 
     # -- the user's side ------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> defaultdict[Tensor, dict[str, Any]]:
+        """By piece, what the optimizer keeps. Waits for updates on the host."""
+        if self._host is not None:
+            self._host.pipeline.wait()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, dict[str, Any]]) -> None:
+        self._state = value
+        self._host = None  # torch sets an empty one, before there is anything to wait for
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -127,12 +145,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._schedule.check_nothing_held()
+        if self._host is not None:
+            self._host.finish()
         for flat in self._flats:
             flat.check_unwritten()
         self._agree()
         self._before_step()
         self.steps += 1
         if self._prepare_gradients():
+            if self._host is not None:
+                self._host.update(self._reducer.order, self.steps)
             outdated = set(self._flats)
             for batch in self._batches():
                 self._update(batch)
@@ -159,6 +181,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reducer.show()
         return norm
 
+    def finish_host(self) -> None:
+        """Waits for updates on the host, and publishes what a delayed one has made."""
+        if self._host is not None:
+            self._host.publish_held()
+            self._host.pipeline.wait()
+
+    def device_tensors(self) -> list[Tensor]:
+        """The states that live on the device, for the memory ledger."""
+        on_host = set() if self._host is None else {piece.tensor for f in self._host.flats for piece in f.pieces}
+        states = [state for piece, state in self._state.items() if piece not in on_host]
+        return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._complete:
             raise RuntimeError(
@@ -178,15 +212,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._max_norm is None and self._scaler is None:
             return True
         norm = self._norm()
+        factor: Tensor | None = None
         if self._scaler is not None:
             scale = self._scaler.scale
             overflowed = not math.isfinite(float(norm))
             self._scaler.update(overflowed)
             if overflowed:
                 return False
-            self._scale(torch.tensor(1.0 / scale, dtype=torch.float32, device=self._fabric.device))
+            factor = torch.tensor(1.0 / scale, dtype=torch.float32, device=self._fabric.device)
         if self._max_norm is not None:
-            self._scale(clip_factor(norm, self._max_norm))
+            clipping = clip_factor(norm, self._max_norm)
+            factor = clipping if factor is None else factor * clipping
+        if factor is not None:
+            self._scale(factor)
         return True
 
     def _norm(self) -> Tensor:
@@ -211,6 +249,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         batch: list[Flat] = []
         elements, enough = 0, FIRST_ELEMENTS
         for flat in reversed(self._reducer.order):
+            if flat.host is not None:
+                continue
             batch.append(flat)
             elements += flat.own.numel
             if elements >= enough:
@@ -227,10 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 buffers = gradient_of(flat)
                 gradient = buffers.take(flat.master_dtype)
                 if gradient is None:
-                    raise DisagreementError(
-                        f"rank {self._fabric.rank} has no gradient of {flat.label!r} and another rank has: it was "
-                        "zeroed here and not there; call zero_grad() on all ranks alike"
-                    )
+                    raise missing_gradient(flat, self._fabric.rank)
                 for piece in flat.pieces:
                     if buffers.used[piece.slot]:
                         piece.tensor.grad = gradient[piece.offset :][: piece.tensor.numel()]
@@ -247,6 +284,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _group_of(self, flat: Flat, piece: MasterPiece) -> int:
         return self._groups[id(flat.parameters[piece.slot])]
+
+    def _group(self, flat: Flat, piece: MasterPiece) -> dict[str, Any]:
+        return self.param_groups[self._group_of(flat, piece)]
 
     def _on_pieces(self, original: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """A second optimizer of the user's class that works on pieces. Attributes of other classes come along."""
@@ -267,6 +307,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         original.state.clear()
 
     def _load_piece(self, flat: Flat, piece: MasterPiece, state: dict[str, Any]) -> None:
+        if self._host is not None and flat.host is not None:
+            self._host.load(flat, piece, state)
+            return
         shape = flat.layout.slots[piece.slot].shape
         loaded = {}
         for name, value in state.items():
@@ -282,7 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loaded[name] = value.to(piece.tensor.device, copy=True) if on_device else value.clone()
             else:
                 loaded[name] = copy.deepcopy(value)
-        self.state[piece.tensor] = loaded
+        self._state[piece.tensor] = loaded
 
     # -- state dict -----------------------------------------------------------------------------------------------
 
@@ -314,7 +357,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         order = [key for group in groups for key in group["params"]]
         members = [p for group in self.param_groups for p in group["params"]]
         states = {id(p): state_dict["state"].get(key) for key, p in zip(order, members, strict=True)}
-        self.state.clear()
+        if self._host is not None:
+            self._host.forget_states()
+        self._state.clear()
         with torch.no_grad():
             for flat in self._flats:
                 loaded = False
@@ -323,8 +368,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     if state is not None:
                         self._load_piece(flat, piece, state)
                         loaded = loaded or MASTER in state
+                if flat.host is not None and loaded:
+                    flat.host.adopt(self._with_masters(flat, states))
                 if self._agree_any(loaded) and flat.separate_master:
                     flat.publish()
+
+    def _with_masters(self, flat: Flat, states: dict[int, dict[str, Any] | None]) -> Tensor:
+        """The master's values with those of a state dict in their places."""
+        assert flat.host is not None
+        values = flat.host.master().clone()
+        for piece in flat.pieces:
+            master = (states[id(flat.parameters[piece.slot])] or {}).get(MASTER)
+            if master is not None:
+                numel = piece.tensor.numel()
+                values[piece.offset :][:numel].copy_(master.reshape(-1)[piece.start :][:numel])
+        return values
 
     def _agree_any(self, flag: bool) -> bool:
         return bool(self._fabric.maximum([int(flag)])[0])
@@ -332,36 +390,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _whole_states(self, flat: Flat) -> dict[int, dict[str, Any]]:
         """Per parameter of a flat, its state put together from all ranks."""
         mine: dict[int, dict[str, Any]] = {}
-        split: set[str] = set()
+        parts: dict[str, list[tuple[int, Tensor]]] = {}
+        master = flat.master if flat.separate_master else None
         for piece in flat.pieces:
             state = dict(self.state.get(piece.tensor, {}))
-            if flat.separate_master:
-                state[MASTER] = piece.tensor
+            if master is not None:
+                state[MASTER] = master[piece.offset :][: piece.tensor.numel()]
             if state:
                 mine[piece.slot] = {}
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == piece.tensor.shape and value.dim() > 0:
-                    split.add(name)
+                    parts.setdefault(name, []).append((piece.offset, value))
                 else:
                     mine[piece.slot][name] = value.cpu() if isinstance(value, Tensor) else value
-        everybody = self._fabric.gather_objects((mine, sorted(split)))
+        everybody = self._fabric.gather_objects((mine, {name: found[0][1].dtype for name, found in parts.items()}))
         whole: dict[int, dict[str, Any]] = {}
         for states, _ in everybody:
             for index, state in states.items():
                 whole.setdefault(index, {}).update(state)
-        for name in sorted({name for _, names in everybody for name in names}):
-            flat_value = self._gather_named(flat, name)
+        for name, dtype in sorted({entry for _, names in everybody for entry in names.items()}, key=lambda e: e[0]):
+            flat_value = self._gather_named(flat, name, parts.get(name, []), dtype)
             for index, slot in enumerate(flat.layout.slots):
                 if index in whole:
                     whole[index][name] = slot.view(flat_value).clone()
         return whole
 
-    def _gather_named(self, flat: Flat, name: str) -> Tensor:
-        own = torch.zeros_like(flat.master)
-        for piece in flat.pieces:
-            value = piece.tensor if name == MASTER else self.state.get(piece.tensor, {}).get(name)
-            if value is not None:
-                own[piece.offset :][: piece.tensor.numel()].copy_(value)
+    def _gather_named(self, flat: Flat, name: str, parts: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
+        own = torch.zeros(flat.own.numel, dtype=dtype, device=self._fabric.device)
+        for offset, value in parts:
+            own[offset:][: value.numel()].copy_(value)
         if own.numel() == flat.layout.numel:
             return own.cpu()
         whole = torch.empty(flat.layout.numel, dtype=own.dtype, device=own.device)

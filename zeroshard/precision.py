@@ -94,14 +94,21 @@ def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
     Each rank sums the squares of its own shards, the partial sums are added in rank order: all stages and all ranks
     get the same bits.
     """
-    parts = [part for flat in flats if (part := gradient_of(flat).part(flat.shard_range)) is not None]
-    if not parts:
+    parts = {flat: part for flat in flats if (part := gradient_of(flat).part(flat.shard_range)) is not None}
+    found = dict(zip(parts, compat.norms([part for part, _ in parts.values()], torch.float64), strict=True))
+    factors = {flat: factor for flat, (_, factor) in parts.items()}
+    for flat in flats:
+        on_host = gradient_of(flat).host_norm() if flat not in parts else None
+        if on_host is not None:
+            found[flat], factors[flat] = on_host
+    ordered = [flat for flat in flats if flat in found]
+    if not ordered:
         mine = torch.zeros((), dtype=torch.float64, device=fabric.device)
     else:
-        norms = torch.stack(compat.norms([part for part, _ in parts], torch.float64))
-        if any(factor is not None for _, factor in parts):
+        norms = torch.stack([found[flat] for flat in ordered])
+        if any(factor is not None for factor in factors.values()):
             one = torch.ones((), device=fabric.device)
-            norms = norms * torch.stack([one if factor is None else factor for _, factor in parts])
+            norms = norms * torch.stack([one if (f := factors[flat]) is None else f for flat in ordered])
         mine = norms.square().sum()
     return fabric.gather_scalars(mine).sum().sqrt()
 

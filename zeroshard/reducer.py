@@ -97,7 +97,7 @@ class Reducer:
             self._position = 0
         self._passed.clear()
         for gradient in self.gradients:
-            if gradient.visible:
+            if gradient.visible or gradient.on_host:
                 gradient.settle()
             gradient.show()
 
@@ -153,7 +153,7 @@ class Reducer:
         gradient = gradient_of(flat)
         gradient.reduce()
         self._inflight.append(gradient)
-        while len(self._inflight) >= IN_FLIGHT:
+        while len(self._inflight) >= (IN_FLIGHT if self._fabric.world > 1 else 1):  # alone there is nothing to wait for
             self._inflight.popleft().settle()
 
     def _compare(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from .config import Config, state_table
 from .hook import NotCopyable
 from .layout import find_units
 from .materialise import adopt_values
-from .observe.ledger import Memory, Stats, measure
+from .observe.ledger import Memory, Stats, measure, measure_host
+from .offload.place import place_on_host
 from .optimizer import ShardedOptimizer
 from .placeholder import Placeholders
 from .precision import LossScaler
@@ -37,7 +37,7 @@ class Runtime(NotCopyable):
         self.model, self.config, self.fabric = model, config, fabric
         assert config.stage != "auto", "chosen by shard()"
         self.stage = config.stage
-        self.table = state_table(config.stage, fabric.shards)
+        self.table = state_table(config.stage, fabric.shards, config.offload)
         self.placeholders = Placeholders(fabric.device)
         precision = config.precision
         itemsize = precision.parameters.itemsize if precision.parameters is not None else None
@@ -59,10 +59,12 @@ class Runtime(NotCopyable):
         self._volume: dict[str, Traffic] = {}
         self._volume_between: dict[str, Traffic] = {}
         self._memory_at_step: Memory | None = None
+        self._host_traffic: dict[str, int] = {}
         self.optimizer: ShardedOptimizer | None = None
         self.names_only = False
         """See ``guards.names_only``."""
 
+        self.pipeline = place_on_host(self.units, optimizer, config, fabric)
         adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
         self._buffers = Buffers(model, fabric)
@@ -79,6 +81,7 @@ class Runtime(NotCopyable):
                 reducer=self.reducer,
                 schedule=self.schedule,
                 scaler=self.scaler,
+                pipeline=self.pipeline,
                 before_step=self._before_step,
                 after_step=self._after_step,
             )
@@ -95,10 +98,12 @@ class Runtime(NotCopyable):
     # -- parameters -----------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Waits for updates that are being published, so that parameters that are whole at rest can be read."""
+        """Waits for updates that are under way, so that parameters that are whole at rest can be read."""
+        if self.optimizer is not None:
+            self.optimizer.finish_host()
         for unit in self.units:
-            if not any(flat.sharded for flat in unit.flats):
-                unit.wait()
+            for flat in unit.flats:
+                flat.wait_if_whole()
 
     @contextmanager
     def gathered(self, units: list[Unit], *, write: bool = False, lend: bool = False) -> Iterator[None]:
@@ -106,6 +111,8 @@ class Runtime(NotCopyable):
 
         Units that were present before, say because backward needs them, stay so.
         """
+        if write and self.optimizer is not None:
+            self.optimizer.finish_host()  # or a delayed update would come over what is written
         absent = [unit for unit in units if not unit.present]
         try:
             for unit in units:
@@ -149,6 +156,8 @@ class Runtime(NotCopyable):
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
             memory=self._measure(),
+            host_memory=None if self.pipeline is None else measure_host(self.pipeline),
+            host_traffic=dict(self._host_traffic),
             memory_at_step=self._memory_at_step,
             grad_norm=None if norm is None else float(norm),
             steps=0 if optimizer is None else optimizer.steps,
@@ -162,8 +171,7 @@ class Runtime(NotCopyable):
     def _optimizer_tensors(self) -> list[Tensor]:
         if self.optimizer is None:
             return []
-        states: Iterable[dict[str, Any]] = self.optimizer.state.values()
-        return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+        return self.optimizer.device_tensors()
 
     def _before_step(self) -> None:
         self.placeholders.check()
@@ -172,6 +180,8 @@ class Runtime(NotCopyable):
     def _after_step(self) -> None:
         self._buffers.follow_rank_zero()
         self._volume = self.fabric.meter.take()
+        if self.pipeline is not None:
+            self._host_traffic = self.pipeline.take_traffic()
         self._volume_between = self.fabric.meter_between.take()
 
 

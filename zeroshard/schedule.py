@@ -116,7 +116,7 @@ class Schedule:
         """Gathers what the next forward begins with, as far as it is updated, under the update of the rest."""
         if self._sharded and self._training.last:
             for unit in (self._root, *self._training.last[: self._ahead]):
-                if not outdated.isdisjoint(unit.flats):
+                if not outdated.isdisjoint(unit.flats) or any(flat.host is not None for flat in unit.flats):
                     return
                 unit.gather()
 
@@ -274,7 +274,7 @@ class Schedule:
         self._called.add(unit)
         unit.gather()
         for following in next_units:
-            following.gather()
+            following.prefetch()
         unit.wait()
 
     # -- backward -------------------------------------------------------------------------------------------------

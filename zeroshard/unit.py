@@ -6,7 +6,7 @@ Every kind of tensor in the package, by name:
 - **shard**: this rank's slice of the parameters at rest. A view of ``whole`` where the table says whole, and where it
   is cast from the master at every gather.
 - **master**: what the optimizer updates: the range this rank is responsible for, in fp32 behind 16-bit parameters,
-  else the parameters themselves.
+  else the parameters themselves. Where optimizer states live on the host it is there, behind parameters of any dtype.
 - **piece**: the part of one parameter inside the master. Optimizer states belong to pieces.
 - **local, stash, accumulator**: gradients; see ``gradient.py``.
 
@@ -16,6 +16,7 @@ storage and are valid again after the next gather.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -28,6 +29,9 @@ from .comm import Fabric, Pending
 from .config import Extent, Precision, StateTable
 from .gradient import FlatGradient
 from .layout import FlatLayout, Range, UnitSpec, divide_into_flats, flat_layout
+from .offload.pipeline import Publication
+from .offload.shard import HostShard
+from .offload.states import round_to
 from .placeholder import Placeholders
 
 
@@ -38,6 +42,8 @@ class Presence(Enum):
     """Their memory is given back; the shard is all there is."""
     UNDER_WAY = auto()
     """A gather fills them."""
+    UPDATING = auto()
+    """Whole at rest, and being updated on the host. Their gathers are issued in the order of ``Flat.turns``."""
     PRESENT = auto()
 
 
@@ -70,6 +76,8 @@ class Flat:
         self.layout: FlatLayout = flat_layout([(name, parameter.shape) for name, parameter in members], fabric.shards)
         self.parameters = [parameter for _, parameter in members]
         self.trainable = self.parameters[0].requires_grad
+        self.host: HostShard | None = None
+        """This rank's states in host memory, where they live there."""
         self.origin_dtype = self.parameters[0].dtype
         self.dtype = precision.parameters or self.origin_dtype
         self.master_dtype = torch.float32 if precision.keeps_master and self.trainable else self.dtype
@@ -80,13 +88,15 @@ class Flat:
         self.presence = Presence.PRESENT
         self.lent = False
         """User code saw the parameters and may have kept a view: the storage is left to it, not emptied under it."""
+        self._turns: deque[Flat] = deque()
+        self._publication: Publication | None = None
         self._fabric, self._placeholders = fabric, placeholders
         self._pending: Pending | None = None
         self._versions: list[int] = []
         self._pointers: list[int] = []
         self.whole: Tensor
         self.shard: Tensor
-        self.master: Tensor
+        self._master: Tensor
         self.pieces: list[MasterPiece] = []
         self._views: list[Tensor] = []
         placeholders.ask_when_written(self.take_written_names)
@@ -108,7 +118,31 @@ class Flat:
     @property
     def separate_master(self) -> bool:
         """Whether the master is a copy of its own rather than the parameters themselves."""
-        return self.trainable and self.master_dtype is not self.dtype
+        return self.trainable and (self.master_dtype is not self.dtype or self.host is not None)
+
+    @property
+    def rests_on_host(self) -> bool:
+        """Whether the shard lives in host memory."""
+        return self.host is not None and self.host.states.resting is not None
+
+    @property
+    def has_shard(self) -> bool:
+        """Whether the shard has memory of its own on the device at rest."""
+        return not self.casts_on_gather and not self.rests_on_host
+
+    @property
+    def master(self) -> Tensor:
+        """The master; a copy of it where it lives on the host."""
+        if self.host is not None and self.trainable:
+            return self.host.master().to(self._fabric.device)
+        return self._master
+
+    def live_on(self, host: HostShard, turns: deque[Flat]) -> None:
+        """Keeps the states on the host; asked before the first values come.
+
+        ``turns`` are the flats of the model that are being updated, in the one order in which all ranks gather them.
+        """
+        self.host, self._turns = host, turns
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -133,19 +167,24 @@ class Flat:
     def keep(self, values: Tensor) -> None:
         """Takes the first values of the kept range, in the master's dtype; parameters point here from now."""
         if self.sharded:
-            self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=values.device)
+            self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._fabric.device)
             place = slice(self.shard_range.start, self.shard_range.stop)
-            self.shard = self.whole[place] if self.casts_on_gather else values.to(self.dtype)
-            self.master = values if self.separate_master else self.shard
+            self.shard = self._rounded(values) if self.has_shard else self.whole[place]
+            own = values
         else:
-            self.whole = values.to(self.dtype)
+            self.whole = self._rounded(values)
             self.shard = self.whole[self.shard_range.start : self.shard_range.stop]
-            own = (values if self.separate_master else self.whole)[self.own.start : self.own.stop]
-            divided = self.separate_master and own.numel() < values.numel()
-            self.master = own.clone() if divided else own  # a view would hold all of the values
+            own = values[self.own.start : self.own.stop]
+        if self.host is not None:
+            self._keep_on_host(self.host, own)
+        elif self.separate_master:
+            self._master = own.clone() if own.numel() < values.numel() else own  # a view would hold all of the values
+        else:
+            self._master = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
         if self.trainable:
+            stored = self._master if self.host is None else self.host.states.stored
             self.pieces = [
-                MasterPiece(piece.slot, piece.start, piece.offset, self.master[piece.offset :][: piece.numel])
+                MasterPiece(piece.slot, piece.start, piece.offset, stored[piece.offset :][: piece.numel])
                 for piece in self.layout.pieces(self.own)
             ]
         self._views = self.views_of(self.whole)
@@ -153,26 +192,58 @@ class Flat:
         if self.sharded:
             self.release()
 
+    def _rounded(self, values: Tensor) -> Tensor:
+        """Values in the parameters' dtype, as whoever publishes them rounds them."""
+        return values.to(self.dtype) if self.host is None else round_to(values, self.dtype)
+
+    def _keep_on_host(self, host: HostShard, values: Tensor) -> None:
+        target = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
+        counted = slice(self.shard_range.start - self.own.start, self.shard_range.stop - self.own.start)
+        host.rest_at(None if self.rests_on_host else target, counted)
+        host.adopt(values)
+
     # -- gather and release ---------------------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Starts making the whole parameters exist. Nothing to do where they are present or under way."""
-        if self.presence is not Presence.RELEASED:
-            return
-        storage, size = self.whole.untyped_storage(), self.whole.nbytes
+        while self.presence is Presence.UPDATING:
+            self._turns.popleft().start_gather()
+        if self.presence is Presence.RELEASED:
+            self.start_gather()
 
-        def allocate() -> None:
-            storage.resize_(size)
+    def prefetch(self) -> None:
+        """Gathers ahead of need: where that would wait for the host, only if other ranks wait for us too."""
+        if self._publication is None or self._publication.sent or self._fabric.shards > 1:
+            self.gather()
+
+    def start_gather(self) -> None:
+        """Of parameters that are released, or updating and next in turn."""
+        publication, self._publication = self._publication, None
+
+        def prepare() -> None:
+            if self.sharded:
+                self.whole.untyped_storage().resize_(self.layout.numel * self.dtype.itemsize)
+            if publication is not None:
+                publication.wait()
             if self.casts_on_gather:
-                self.shard.copy_(self.master)
+                self.shard.copy_(self._master)
+            if self.rests_on_host:
+                assert self.host is not None
+                self.host.copy_resting_to(self.shard)
 
         with compat.label(f"zeroshard.gather {self.label}"):
-            self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label, allocate)
+            lane = self._fabric.gathers
+            if self.sharded or self.own.numel != self.layout.numel:
+                self._pending = lane.all_gather(self.whole, self.shard, self.label, prepare)
+            else:
+                self._pending = publication
         self.presence = Presence.UNDER_WAY
 
     def wait(self) -> None:
-        """Makes gathered parameters readable. They must be present or under way."""
+        """Makes gathered parameters readable. They must be at rest or under way."""
         assert self.presence is not Presence.RELEASED, f"{self.label} was not gathered"
+        if self.presence is Presence.UPDATING:
+            self.gather()
         if self.presence is Presence.UNDER_WAY:
             if self._pending is not None:
                 with compat.label(f"zeroshard.wait {self.label}"):
@@ -183,6 +254,11 @@ class Flat:
                 self._placeholders.check()
             self._point(self._views)
             self.presence = Presence.PRESENT
+
+    def wait_if_whole(self) -> None:
+        """Waits for an update that is being published, where parameters are whole at rest."""
+        if not self.sharded:
+            self.wait()
 
     def release(self) -> None:
         """Gives the whole parameters' memory back. Nothing to do where they are whole at rest."""
@@ -198,7 +274,7 @@ class Flat:
             self.lent = False
             self.whole = torch.empty_like(self.whole)
             self._views = self.views_of(self.whole)
-            if self.casts_on_gather:
+            if not self.has_shard:
                 self.shard = self.whole[self.shard_range.start : self.shard_range.stop]
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
@@ -208,25 +284,45 @@ class Flat:
     def publish(self) -> None:
         """Makes an updated master visible: into the parameters' dtype, and to the other ranks where they are whole."""
         with compat.label(f"zeroshard.publish {self.label}"):
+            if self.host is not None:
+                self._outdate()
+                self._publication = self.host.publish_all()
+                return
             if self.separate_master and not self.casts_on_gather:
                 target = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
-                target.copy_(self.master)
-            if self._pending is not None:
-                self._pending.wait()  # an earlier publish that nobody needed
-            compat.prepare_for_writing(list(self.parameters))
-            self._versions = self._versions_now()
-            if self.sharded:
-                self.release()  # a unit that was still gathered shows an old value
-            elif self.own.numel != self.layout.numel:
+                target.copy_(self._master)
+            self._outdate()
+            if not self.sharded and self.own.numel != self.layout.numel:
                 self._point_at_placeholders()
                 self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label)
                 self.presence = Presence.UNDER_WAY
+
+    def expect_update(self) -> Publication:
+        """The host will change the parameters: whoever needs them from now on waits for the publication."""
+        assert self.host is not None
+        self._outdate()
+        self._publication = self.host.new_publication()
+        return self._publication
+
+    def _outdate(self) -> None:
+        """What was read of the parameters is no longer what they are."""
+        if self._pending is not None:
+            self._pending.wait()  # an earlier publish that nobody needed
+            self._pending = None
+        compat.prepare_for_writing(list(self.parameters))
+        self._versions = self._versions_now()
+        if self.sharded:
+            self.release()  # a unit that was still gathered shows an old value
+        elif self.host is not None and self.presence is not Presence.UPDATING:
+            self._point_at_placeholders()
+            self.presence = Presence.UPDATING
+            self._turns.append(self)
 
     def rewrite(self) -> None:
         """Takes rank 0's present values as the new ones. A master keeps its lower bits where nothing was changed."""
         assert self.presence is Presence.PRESENT
         self._fabric.broadcast(self.whole)
-        if self.sharded and not self.casts_on_gather:
+        if self.sharded and self.has_shard:
             self.shard.copy_(self.whole[self.shard_range.start : self.shard_range.stop])
         self.refresh_master()
 
@@ -234,9 +330,12 @@ class Flat:
         """Makes the master follow parameters that were written where they are."""
         self._versions = self._versions_now()
         if self.separate_master:
-            values = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
-            same = self.master.to(self.dtype) == values
-            self.master.copy_(torch.where(same, self.master, values.to(self.master.dtype)))
+            values, master = self.whole[self.own.start : self.own.stop], self.master
+            new = torch.where(self._rounded(master) == values, master, values.to(master.dtype))
+            if self.host is not None:
+                self.host.adopt(new)
+            else:
+                self._master.copy_(new)
 
     def take_written_names(self) -> list[str]:
         """Parameters written in place since they were pointed where they are; asked again it names none."""
@@ -332,6 +431,10 @@ class Unit:
     def gather(self) -> None:
         for flat in self.flats:
             flat.gather()
+
+    def prefetch(self) -> None:
+        for flat in self.flats:
+            flat.prefetch()
 
     def wait(self) -> None:
         for flat in self.flats:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..comm import Traffic
 from ..config import Place
+from ..offload.pipeline import Pipeline
 from ..unit import Unit
 
 
@@ -59,6 +60,10 @@ class Stats:
     """Ψ_kept: flat elements of units that are held from forward to backward (stage 3)."""
     memory: Memory
     """This rank's memory now."""
+    host_memory: Memory | None
+    """With offload: this rank's states in host memory. Gradients there include the slots they land in."""
+    host_traffic: Mapping[str, int]
+    """With offload: bytes from the device ("down") and to it ("up") in the last completed step."""
     memory_at_step: Memory | None
     """This rank's memory between backward and update of the last step, as the papers count it."""
     grad_norm: float | None
@@ -84,15 +89,26 @@ def measure(model: nn.Module, units: Iterable[Unit], optimizer_tensors: Iterable
             held, extra = flat.gradient.tensors()
             gradients += held
             accumulators += extra
-    masters = [flat.master for flat in flats if flat.separate_master]
+    masters = [flat.master for flat in flats if flat.separate_master and flat.host is None]
     return Memory(
-        parameters=_bytes(flat.shard for flat in flats if not flat.casts_on_gather),
+        parameters=_bytes(flat.shard for flat in flats if flat.has_shard),
         gradients=_bytes(gradients),
         accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators),
         optimizer_states=_bytes([*masters, *optimizer_tensors]),
         gathered=_bytes(flat.whole for flat in flats if flat.sharded),
         buffers=_bytes(model.buffers()),
     )
+
+
+def measure_host(pipeline: Pipeline) -> Memory:
+    """This rank's model states in host memory."""
+    kinds = {"slot": "gradients", "total": "accumulators", "resting": "parameters", "fresh": "parameters"}
+    sizes = dict.fromkeys(("gradients", "accumulators", "parameters", "optimizer_states"), 0)
+    for states in pipeline.states:
+        for name, tensor in states.tensors.items():
+            sizes[kinds.get(name, "optimizer_states")] += tensor.nbytes
+    sizes["gradients"] += pipeline.ring_bytes
+    return Memory(place=Place.HOST, **sizes)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

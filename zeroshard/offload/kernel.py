@@ -141,21 +141,36 @@ class Batch:
     """Segments whose addresses are known, to be updated in one call. It keeps their tensors alive."""
 
     def __init__(self, pool: Pool, segments: Sequence[Segment]) -> None:
-        self._pool = pool
+        self.pool = pool
         self._segments = tuple(segments)
         for segment in self._segments:
             segment.validate()
             if not pool.native:
                 fallback.refuse(segment)
-        self._packed = b"".join(map(pack_segment, self._segments)) if pool.native else b""
+        self.packed = b"".join(map(pack_segment, self._segments)) if pool.native else b""
         self._moments = [len(segment.moments) for segment in self._segments]
 
     def run(self, rules: Sequence[Rule], factor: float, seed: int = 0) -> None:
         """One step, a rule for each segment. See `Pool.update`."""
-        if len(rules) != len(self._segments):
-            raise ValueError(f"{len(rules)} rules for {len(self._segments)} segments; each needs one")
-        packed = b"".join(map(pack_rule, rules, self._moments))
-        if self._pool.native:
-            self._pool.run_packed(self._packed, packed, len(rules), factor, seed)
+        packed = self.pack(rules)
+        if self.pool.native:
+            self.pool.run_packed(self.packed, packed, len(rules), factor, seed)
         else:
             fallback.update(self._segments, rules, factor)
+
+    def pack(self, rules: Sequence[Rule]) -> bytes:
+        """Rules as the native code reads them."""
+        if len(rules) != len(self._segments):
+            raise ValueError(f"{len(rules)} rules for {len(self._segments)} segments; each needs one")
+        return b"".join(map(pack_rule, rules, self._moments))
+
+
+def run_together(batches: Sequence[Batch], rules: Sequence[Sequence[Rule]], factor: float, seed: int = 0) -> None:
+    """One step of several batches of one pool in a single call. See `Batch.run`."""
+    pool = batches[0].pool
+    if not pool.native:
+        for batch, chosen in zip(batches, rules, strict=True):
+            batch.run(chosen, factor, seed)
+        return
+    packed = b"".join(batch.pack(chosen) for batch, chosen in zip(batches, rules, strict=True))
+    pool.run_packed(b"".join(batch.packed for batch in batches), packed, sum(map(len, rules)), factor, seed)

@@ -13,12 +13,12 @@
 
 namespace {
 
-// Elements that a thread takes at a time: long enough to stream, short enough that a thread whose core is busy with
-// something else holds nobody up.
-constexpr int64_t PART = 16384;
-
 // A segment's parts start at multiples of this many elements, so that vectors do not straddle cache lines.
 constexpr int64_t ALIGNMENT = 64;
+
+// Elements that a thread takes at a time. Long parts stream better: prefetching starts anew with each. With several for
+// every thread, one whose core is busy with something else holds nobody up.
+constexpr int64_t LONGEST = 65536, SHORTEST = 8192, PARTS_OF_A_THREAD = 8;
 
 enum Status : int32_t { OK = 0, CLOSED = 1, NO_THREADS = 2 };
 enum PathNumber : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
@@ -59,6 +59,11 @@ Status run(Handle* handle, int64_t parts, Work& work) {
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+int64_t part_length(const Handle* handle, int64_t total) {
+  const int64_t fair = total / (handle->pool.threads() * PARTS_OF_A_THREAD);
+  return round_up(std::min(std::max(fair, SHORTEST), LONGEST), ALIGNMENT);
+}
+
 }  // namespace
 
 EXPORT int32_t zeroshard_has_path(int32_t number) { return path_of(number) != nullptr; }
@@ -79,9 +84,10 @@ EXPORT int32_t zeroshard_update(Handle* handle, const Segment* segments, const R
   std::vector<int64_t> ends(count);
   int64_t total = 0;
   for (int64_t index = 0; index < count; ++index) ends[index] = total += round_up(segments[index].length, ALIGNMENT);
+  const int64_t step = part_length(handle, total);
   auto work = [&](int64_t part) {
-    const int64_t end = std::min(total, (part + 1) * PART);
-    int64_t position = part * PART;
+    const int64_t end = std::min(total, (part + 1) * step);
+    int64_t position = part * step;
     int64_t index = std::upper_bound(ends.begin(), ends.end(), position) - ends.begin();
     for (; position < end; ++index) {
       const Segment& segment = segments[index];
@@ -92,17 +98,18 @@ EXPORT int32_t zeroshard_update(Handle* handle, const Segment* segments, const R
       position = next;
     }
   };
-  return run(handle, (total + PART - 1) / PART, work);
+  return run(handle, (total + step - 1) / step, work);
 }
 
 EXPORT int32_t zeroshard_accumulate(Handle* handle, float* total, const void* gradient, Kind kind, float factor,
                                     int32_t first, int64_t count) {
+  const int64_t step = part_length(handle, count);
   auto work = [&](int64_t part) {
-    const int64_t offset = part * PART;
+    const int64_t offset = part * step;
     const char* from = static_cast<const char*>(gradient) + offset * (kind == FP32 ? 4 : 2);
-    handle->path->accumulate(total + offset, from, kind, factor, first != 0, std::min(PART, count - offset));
+    handle->path->accumulate(total + offset, from, kind, factor, first != 0, std::min(step, count - offset));
   };
-  return run(handle, (count + PART - 1) / PART, work);
+  return run(handle, (count + step - 1) / step, work);
 }
 
 EXPORT int32_t zeroshard_square_sum(Handle* handle, const void* values, Kind kind, int64_t count, double* result) {

@@ -50,6 +50,7 @@ class Pool {
   Pool(int threads, std::vector<int> cores);
   bool run(const Job& job);
   void close();
+  int threads() const { return count_; }
 
  private:
   Crew* crew();

@@ -1,0 +1,212 @@
+"""What the optimizer asks of the host: rules by value, one update a unit, and states that wait to be read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import DisagreementError
+from .config import Offload
+from .offload.kernel import Rule
+from .offload.pipeline import Factor, Pipeline
+from .offload.rules import moment_names, rule_of
+from .offload.shard import HostShard
+from .reducer import gradient_of
+from .unit import Flat, MasterPiece
+
+
+class HostUpdate:
+    """Updates of the flats whose states live on the host."""
+
+    def __init__(
+        self,
+        flats: Iterable[Flat],
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        group_of: Callable[[Flat, MasterPiece], dict[str, Any]],
+        state: dict[Tensor, dict[str, Any]],
+    ) -> None:
+        self.flats = [flat for flat in flats if flat.host is not None]
+        self.pipeline, self._rank = pipeline, rank
+        self._optimizer, self._group_of, self._state = optimizer, group_of, state
+        self._options: Offload = pipeline.options
+        self._moments = moment_names(optimizer)
+        self._counts: dict[Tensor, int] = {}
+        """Steps that each piece has made."""
+        self._frozen: list[dict[str, Any]] | None = None
+        """Hyper-parameters as they were when a backward that updates began."""
+        for flat in self.flats:
+            gradient_of(flat).live_on(_host_of(flat), partial(self.deliver, flat))
+
+    # -- in backward ----------------------------------------------------------------------------------------------
+
+    def deliver(self, flat: Flat, gradient: Tensor) -> bool:
+        """Takes a gradient in backward. False if it must wait for the step."""
+        host = _host_of(flat)
+        if not self._options.update_in_backward:
+            if host.held:
+                host.held = False
+                host.receive(gradient, flat.expect_update())
+            else:
+                host.receive(gradient)
+            return True
+        if not gradient_of(flat).complete:
+            return False  # some rank may have used what this one has not: the ranks agree on that in step()
+        if self._frozen is None:
+            self._frozen = self._settings()
+        self._update_early(flat, gradient)
+        return True
+
+    def _update_early(self, flat: Flat, gradient: Tensor) -> None:
+        host = _host_of(flat)
+        host.check_not_updated()
+        host.update_early(gradient, self._rules(flat, range(len(flat.parameters))), flat.expect_update())
+
+    # -- in step() ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Before a step: parameters that no forward asked for are brought where they belong."""
+        for flat in self.flats:
+            flat.wait_if_whole()
+
+    def update(self, order: list[Flat], step: int) -> None:
+        """Updates all flats that have a gradient, in the order in which the next forward needs them.
+
+        Where the update is delayed, it is in the order in which the next backward brings new gradients.
+        """
+        after = self._options.delayed_update_after
+        delayed = after is not None and step > after
+        for flat in self.flats:
+            host = _host_of(flat)
+            if host.held:  # its unit got no gradient since
+                host.held = False
+                host.publish_held(flat.expect_update())
+        self._check_settings()
+        flats = [flat for flat in (order if delayed else order[::-1]) if flat.host is not None]
+        early = [flat for flat in flats if _host_of(flat).updated_early]
+        waiting = [flat for flat in flats if flat not in early and any(gradient_of(flat).used)]
+        for flat in waiting:
+            if not gradient_of(flat).present:
+                raise missing_gradient(flat, self._rank)
+        for flat in early:
+            _host_of(flat).acknowledge()
+        if self._options.update_in_backward:
+            for flat in waiting:
+                self._update_late(flat)
+        else:
+            self._update_all(waiting, delayed)
+        if self._options.blocking:
+            self.pipeline.wait()
+
+    def _update_all(self, flats: list[Flat], delayed: bool) -> None:
+        tasks = []
+        factors: dict[Tensor | None, Factor] = {}
+        for flat in flats:
+            gradient = gradient_of(flat)
+            held, value = gradient.take_for_host()
+            assert held is None, "delivered in backward"
+            if value not in factors:
+                factors[value] = Factor(value)
+            rules = self._rules(flat, [index for index, used in enumerate(gradient.used) if used])
+            tasks.append((_host_of(flat), rules, factors[value], None if delayed else flat.expect_update()))
+        over = self.pipeline.now()
+        following = deque(host for host, *_ in tasks)
+        for host, rules, factor, publication in tasks:
+            following.popleft()
+            host.update(rules, factor, over, publication, following[0] if following else None)
+
+    def _update_late(self, flat: Flat) -> None:
+        gradient = gradient_of(flat)
+        held, _ = gradient.take_for_host()
+        assert held is not None
+        rules = self._rules(flat, [index for index, used in enumerate(gradient.used) if used])
+        host = _host_of(flat)
+        host.update_early(held, rules, flat.expect_update())
+        host.acknowledge()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [
+            {key: float(v) if isinstance(v, Tensor) else v for key, v in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _check_settings(self) -> None:
+        before, self._frozen = self._frozen, None
+        for old, new in zip(before or [], self._settings(), strict=before is not None):
+            for name, value in new.items():
+                if old.get(name) != value:
+                    raise RuntimeError(
+                        f"offload.update_in_backward: {name!r} was changed after backward had begun to update with it; "
+                        "change hyper-parameters after step(), or leave the option out"
+                    )
+
+    # -- rules and states -----------------------------------------------------------------------------------------
+
+    def _rules(self, flat: Flat, slots: Iterable[int]) -> dict[int, Rule]:
+        """This step's rule for the given parameters, of those that this rank has a piece of."""
+        rules: dict[int, Rule] = {}
+        wanted = set(slots)
+        for piece in flat.pieces:
+            if piece.slot in wanted:
+                count = self._counts[piece.tensor] = self._counts.get(piece.tensor, 0) + 1
+                rules[piece.slot] = rule_of(self._optimizer, self._group_of(flat, piece), count)
+                self._show_state(flat, piece, count)
+        return rules
+
+    def _show_state(self, flat: Flat, piece: MasterPiece, count: int) -> None:
+        state = self._state.setdefault(piece.tensor, {})
+        if not state:
+            for name in self._moments:
+                state[name] = self._moment(flat, piece, name)
+        if self._moments == ("exp_avg", "exp_avg_sq"):
+            state["step"] = torch.tensor(float(count))
+
+    def _moment(self, flat: Flat, piece: MasterPiece, name: str) -> Tensor:
+        return _host_of(flat).states.tensors[name][piece.offset :][: piece.tensor.numel()]
+
+    def load(self, flat: Flat, piece: MasterPiece, state: dict[str, Any]) -> None:
+        """Takes one parameter's whole state, as torch's optimizers have it. The master is loaded apart."""
+        count = int(state.get("step", 1 if state.get("momentum_buffer") is not None else 0))
+        if count:
+            self._counts[piece.tensor] = count
+            self._show_state(flat, piece, count)
+        for name in self._moments:
+            value = state.get(name)
+            if value is not None:
+                part = value.reshape(-1)[piece.start :][: piece.tensor.numel()]
+                self._moment(flat, piece, name).copy_(part)
+
+    def forget_states(self) -> None:
+        """Before a state is loaded."""
+        self.pipeline.wait()
+        self._counts.clear()
+        for flat in self.flats:
+            for name in self._moments:
+                _host_of(flat).states.tensors[name].zero_()
+
+    def publish_held(self) -> None:
+        """Makes delayed updates visible now. The next step then runs on them."""
+        for flat in self.flats:
+            host = _host_of(flat)
+            if host.held:
+                host.held = False
+                host.publish_held(flat.expect_update())
+
+
+def missing_gradient(flat: Flat, rank: int) -> DisagreementError:
+    """What a rank says that has nothing to update with when others have."""
+    return DisagreementError(
+        f"rank {rank} has no gradient of {flat.label!r} and another rank has: it was zeroed here and not there; call "
+        "zero_grad() on all ranks alike"
+    )
+
+
+def _host_of(flat: Flat) -> HostShard:
+    assert flat.host is not None
+    return flat.host

@@ -1,0 +1,62 @@
+"""Host memory in blocks of exact size, pinned where a GPU copies from and to it.
+
+torch's pinned allocator rounds every block up to a power of two, which can double what a model takes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 128
+"""Buffers start at multiples of this many bytes, so that no two share a cache line."""
+
+
+def aligned(size: int) -> int:
+    """A size in bytes, rounded up to where the next buffer may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Arena:
+    """One block of host memory that buffers are cut from, one after the other.
+
+    >>> arena = Arena(aligned(3 * 4), pinned=False)
+    >>> arena.take(3, torch.float32).tolist()
+    [0.0, 0.0, 0.0]
+    """
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self.size = size
+        self._used = 0
+        # Anonymous pages come zeroed, and huge ones spare the update half of its address translations.
+        self._block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._block.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
+        if pinned and size:
+            _pin(self._bytes)
+            weakref.finalize(self, _unpin, self._bytes)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next buffer, of zeros."""
+        size = numel * dtype.itemsize
+        assert self._used + size <= self.size, "more was taken from the arena than was counted for it"
+        taken = self._bytes[self._used : self._used + size].view(dtype)
+        self._used += aligned(size)
+        return taken
+
+
+def _pin(block: Tensor) -> None:
+    error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+    if int(error) != 0:
+        raise ValueError(
+            f"offload: {block.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(error)}); "
+            "raise the limit of locked memory (ulimit -l), or keep a part on the device with host_fraction="
+        )
+
+
+def _unpin(block: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())

@@ -1,0 +1,255 @@
+"""The host's side of a step: gradients land, states are updated, parameters are published.
+
+Two threads do it, each in the order it was asked. The *mover* copies a gradient from the device into its slot, and adds
+it up where there are several micro-batches. The *updater* runs the kernel, and sends new parameters off as soon as
+they are made. Neither issues a collective. The training thread only asks, and waits where it needs a result:
+
+    receive() in backward  →  mover: land          →  updater: update, publish  →  Publication.wait() in forward
+
+A delayed update is published by the mover instead, when the next gradient of the unit lands: that is when the device
+has no more use for the old parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..config import Offload
+from .arena import Arena, aligned
+from .kernel import Batch, Pool, Rule, run_together
+from .ring import Ring
+from .states import HostBytes, HostStates
+from .worker import POLL_SECONDS, Worker
+
+LANDING = 3
+"""Gradients that wait on the device to be copied, at most. Bounds their memory (C_B)."""
+RING = 4
+"""Slots of the ring where gradients are consumed as they land: one lands, one is updated, the others are sent off."""
+GROUP_ELEMENTS = 96 << 20
+"""Elements that are updated in one call, at most, unless one flat has more."""
+HIGH_HALVES = 3
+"""Staging buffers for parameters that are read back: one arrives, one is updated, one is sent off."""
+
+
+class Publication:
+    """New parameters of a flat, on their way to where parameters rest."""
+
+    def __init__(self, *workers: Worker) -> None:
+        self._workers = workers
+        self._sent = threading.Event()
+        self._arrival: torch.cuda.Event | None = None
+
+    @property
+    def sent(self) -> bool:
+        """Whether a wait would not hold up the host."""
+        return self._sent.is_set()
+
+    def send(self, arrival: torch.cuda.Event | None) -> None:
+        """By the thread that has started the copy."""
+        self._arrival = arrival
+        self._sent.set()
+
+    def wait(self) -> None:
+        """Until they are sent; then what follows on the current stream sees them."""
+        while not self._sent.wait(POLL_SECONDS):
+            for worker in self._workers:
+                worker.check()
+        if self._arrival is not None:
+            torch.cuda.current_stream().wait_event(self._arrival)
+
+
+class Factor:
+    """What gradients are multiplied by. Read by the updater, so that the training thread need not wait for it."""
+
+    def __init__(self, value: Tensor | None) -> None:
+        self._value = value
+        self._arrival: torch.cuda.Event | None = None
+        if value is not None and value.is_cuda:
+            self._value = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._arrival = torch.cuda.Event(blocking=True)
+            self._arrival.record()
+
+    def read(self) -> float:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return 1.0 if self._value is None else float(self._value)
+
+
+class Task(Protocol):
+    """One flat's update, to be run by the updater."""
+
+    label: str
+    numel: int
+    factor: Factor
+
+    def prepare(self) -> tuple[Batch, Sequence[Rule]]:
+        """Waits for what the update reads; what is to be run."""
+
+    def finish(self) -> None:
+        """After the update: publishes."""
+
+
+class Pipeline:
+    """The two threads, the kernel's pool and the streams of one sharded model."""
+
+    def __init__(self, options: Offload, device: torch.device, *, norms: bool) -> None:
+        self.options, self.device = options, device
+        self.norms = norms
+        """Whether a step will ask for the norm, so that it is found on the way."""
+        self.pool = Pool(options.threads)
+        self.mover, self.updater = Worker("gradient copy"), Worker("update")
+        self.room = threading.Semaphore(LANDING)
+        cuda = device.type == "cuda"
+        self.down = torch.cuda.Stream(device) if cuda else None
+        self.up = torch.cuda.Stream(device) if cuda else None
+        self.unscaled = Factor(None)
+        self.ring: Ring | None = None
+        self.staging: Ring | None = None
+        self.states: list[HostStates] = []
+        """Of all flats whose states live here."""
+        self._tasks: deque[Task] = deque()
+        self._counting = threading.Lock()
+        self.traffic = {"down": 0, "up": 0}
+        """Bytes between host and device since the last ``take_traffic``."""
+
+    @property
+    def bytes(self) -> HostBytes:
+        """What ``allocate`` takes."""
+        return sum((states.bytes for states in self.states), HostBytes(pinned=self.ring_bytes))
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the buffers that flats take turns with."""
+        return self._largest * (self._ring_count + self._staging_count)
+
+    @property
+    def _largest(self) -> int:
+        sizes = [states.numel * states.dtype.itemsize for states in self.states if states.trained]
+        return aligned(max(sizes, default=0))
+
+    @property
+    def _ring_count(self) -> int:
+        return RING if self.options.update_in_backward else 0
+
+    @property
+    def _staging_count(self) -> int:
+        return HIGH_HALVES if self.options.read_back else 0
+
+    def allocate(self) -> None:
+        """Takes the host memory of all flats, in two blocks."""
+        size = self.bytes
+        pinned = Arena(size.pinned, pinned=self.device.type == "cuda")
+        pageable = Arena(size.pageable, pinned=False)
+        for states in self.states:
+            states.bind(pinned, pageable)
+        if self._ring_count:
+            self.ring = Ring([pinned.take(self._largest, torch.uint8) for _ in range(self._ring_count)])
+        if self._staging_count:
+            self.staging = Ring([pinned.take(self._largest, torch.uint8) for _ in range(self._staging_count)])
+        self._arenas = (pinned, pageable)
+
+    def now(self) -> torch.cuda.Event | None:
+        """The point that the device's work has reached on the current stream."""
+        if self.down is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # a thread that spins on it would take a core from the update
+        event.record()
+        return event
+
+    def admit(self) -> None:
+        """Waits until one more gradient may wait on the device."""
+        while not self.room.acquire(timeout=POLL_SECONDS):
+            self.mover.check()
+            self.updater.check()
+
+    def update(self, task: Task) -> int:
+        """Has a flat updated after those that were asked for before; returns a number to wait for."""
+        self._tasks.append(task)
+        return self.updater.submit(self._update_next)
+
+    def _update_next(self) -> None:
+        """Updates what is next, unless a job before this one did it along with others."""
+        group = self._next_group()
+        if not group:
+            return
+        prepared = [task.prepare() for task in group]
+        with compat.label(f"zeroshard.host_update {' '.join(task.label for task in group)}"):
+            batches, rules = [batch for batch, _ in prepared], [rules for _, rules in prepared]
+            run_together(batches, rules, group[0].factor.read(), self.options.seed)
+        for task in group:
+            task.finish()
+
+    def _next_group(self) -> list[Task]:
+        """Flats to update in one call, which keeps the threads from waiting for each other at every flat's end.
+
+        Towards the end of the queue groups become smaller, so that the device gets the last parameters the sooner.
+        """
+        if not self._tasks:
+            return []
+        left = sum(task.numel for task in self._tasks.copy())
+        group = [self._tasks.popleft()]
+        most = 0 if self.staging is not None else min(GROUP_ELEMENTS, left // 4)
+        elements = group[0].numel
+        while self._tasks and self._tasks[0].factor is group[0].factor:
+            elements += self._tasks[0].numel
+            if elements > most:
+                break
+            group.append(self._tasks.popleft())
+        return group
+
+    def wait(self) -> None:
+        """Until the host has nothing to do; raises what failed."""
+        self.mover.wait()
+        self.updater.wait()
+
+    def take_traffic(self) -> dict[str, int]:
+        """Bytes that crossed between host and device since this was last asked."""
+        taken, self.traffic = self.traffic, {"down": 0, "up": 0}
+        return taken
+
+    def count(self, way: str, size: int) -> None:
+        """Notes a copy."""
+        with self._counting:
+            self.traffic[way] += size
+
+    @contextmanager
+    def on_stream(self, stream: torch.cuda.Stream | None, *after: torch.cuda.Event | None) -> Iterator[None]:
+        """Work on a stream of ours, after events."""
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for event in after:
+                if event is not None:
+                    assert stream is not None
+                    stream.wait_event(event)
+            yield
+
+    def down_from(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> None:
+        """Copies from the device and waits for it. On the mover or the updater."""
+        self._start(self.down, "down", source, target, *after, wait=True)
+
+    def start_up(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Starts a copy to the device; the event tells when it has arrived."""
+        return self._start(self.up, "up", source, target, *after)
+
+    def start_down(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Starts a copy from the device."""
+        return self._start(self.down, "down", source, target, *after)
+
+    def _start(
+        self, stream: Any, way: str, source: Tensor, target: Tensor, *after: torch.cuda.Event | None, wait: bool = False
+    ) -> torch.cuda.Event | None:
+        self.count(way, target.nbytes)
+        with self.on_stream(stream, *after):
+            target.copy_(source, non_blocking=True)
+            arrived = self.now()
+        if wait and arrived is not None:
+            arrived.synchronize()
+        return arrived

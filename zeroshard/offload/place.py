@@ -1,0 +1,113 @@
+"""Puts a model's states on the host: which units, in which memory, and whether there is enough of it."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from .. import machine
+from ..comm import Fabric
+from ..config import Config, Offload
+from ..unit import Flat, Unit
+from .pipeline import Pipeline
+from .placement import stay_on_device, stay_within
+from .rules import moment_names
+from .shard import HostShard
+from .states import HostPiece, HostStates
+
+DEVICE_SHARE = 0.6
+"""Of the device's free memory, what model states may take with host_fraction="auto"; the rest is for activations."""
+
+
+def place_on_host(
+    units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
+) -> Pipeline | None:
+    """Gives the flats whose states live on the host their memory there; None if nothing does."""
+    options = config.offload
+    if options is None:
+        return None
+    pipeline = Pipeline(
+        options, fabric.device, norms=config.clip_grad_norm is not None or config.precision.loss_scale is not None
+    )
+    _check_kernel(pipeline, options)
+    moments = None if optimizer is None else moment_names(optimizer)
+    turns: deque[Flat] = deque()
+    for unit, stays in zip(units, _stay(units, options, fabric), strict=True):
+        for flat in unit.flats:
+            if flat.trainable and not stays:
+                assert moments is not None
+                _check_dtype(flat)
+                pieces = [
+                    HostPiece(p.slot, p.start, p.offset, p.numel, zlib.crc32(flat.layout.slots[p.slot].name.encode()))
+                    for p in flat.layout.pieces(flat.own)
+                ]
+                states = HostStates(options, flat.dtype, flat.own.numel, pieces, moments)
+                flat.live_on(HostShard(pipeline, states, flat.label), turns)
+            elif not flat.trainable and options.parameters == "cpu":
+                states = HostStates(options, flat.dtype, flat.shard_range.numel)
+                flat.live_on(HostShard(pipeline, states, flat.label), turns)
+    if not pipeline.states:
+        return None
+    _check_room(pipeline, options, fabric)
+    pipeline.allocate()
+    return pipeline
+
+
+def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]:
+    sizes = [sum(flat.own.numel for flat in unit.trainable_flats) for unit in units]
+    if options.host_fraction != "auto":
+        return stay_on_device(sizes, options.host_fraction)
+    if options.device_memory is not None:
+        budget = options.device_memory
+    elif fabric.device.type == "cuda":
+        budget = int(DEVICE_SHARE * torch.cuda.mem_get_info(fabric.device)[0])
+    else:
+        budget = int(DEVICE_SHARE * machine.available_memory()) // _local_ranks(fabric)
+    flats = [flat for unit in units for flat in unit.flats]
+    at_rest = sum(
+        (flat.shard_range if flat.sharded else flat.layout.whole).numel * flat.dtype.itemsize for flat in flats
+    )
+    widest = max(flat.dtype.itemsize for flat in flats)
+    masters = 4 if any(flat.master_dtype is not flat.dtype for flat in flats) else 0
+    budget = -fabric.maximum([at_rest - budget])[0]
+    return stay_within(sizes, widest + masters + 8, max(budget, 0))
+
+
+def _check_kernel(pipeline: Pipeline, options: Offload) -> None:
+    if not pipeline.pool.native and (options.split_master or options.moments is not torch.float32):
+        raise ValueError(
+            "offload.split_master and offload.moments need the native kernel, which could not be built "
+            f"({pipeline.pool.choice.reason}); install a C++ compiler, or leave them out"
+        )
+
+
+def _check_dtype(flat: Flat) -> None:
+    if flat.dtype is torch.float64 or flat.master_dtype is not torch.float32:
+        raise ValueError(
+            f"offload: parameter {flat.layout.slots[0].name!r} is {flat.dtype} without an fp32 master, which the host "
+            'kernel needs; pass precision="bf16", "fp16" or "fp32"'
+        )
+
+
+def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
+    needed = pipeline.bytes
+    share = _local_ranks(fabric)
+    available = machine.available_memory() // share
+    source = "available" if share == 1 else f"available to each of {share} ranks on this host"
+    if options.host_memory is not None and options.host_memory < available:
+        available, source = options.host_memory, "allowed by offload.host_memory"
+    worst = fabric.maximum([needed.total - available])[0]
+    if worst > 0:
+        raise ValueError(
+            f"offload needs {needed.total / 2**30:.2f} GiB of host memory a rank ({needed.pinned / 2**30:.2f} of it "
+            f"pinned), but {available / 2**30:.2f} GiB are {source}; use moments=torch.bfloat16, split_master=True or "
+            "update_in_backward=True, keep a part on the device with host_fraction=, or add ranks"
+        )
+
+
+def _local_ranks(fabric: Fabric) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", fabric.world))

@@ -1,0 +1,385 @@
+"""The host's side of one flat: its buffers, and what is under way with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from .kernel import Batch, Rule, Segment
+from .pipeline import Factor, Pipeline, Publication
+from .ring import Ring, Staging
+from .states import HostPiece, HostStates, join, remainder, round_to
+
+
+class HostShard:
+    """The host's side of one flat: its buffers, and what is under way with them.
+
+    Sections say which thread runs them: the training or autograd thread, the mover, or the updater.
+    """
+
+    def __init__(self, pipeline: Pipeline, states: HostStates, label: str) -> None:
+        self.states, self.label = states, label
+        self._pipeline = pipeline
+        pipeline.states.append(states)
+        self.received = 0
+        """Micro-batches whose gradients came since the last step."""
+        self.held = False
+        """A delayed update is there that nobody has published."""
+        self.updated_early = False
+        """Already updated in this step's backward."""
+        self.landing: list[Tensor] = []
+        """Gradients on the device that wait to be copied."""
+        self._target: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._norm_part = slice(None)
+        self._landed = 0
+        self._updated = 0
+        self._occupied = False
+        self._summed = False
+        self._square_sum: float | None = None
+        self._sent: torch.cuda.Event | None = None
+        self._batches: dict[tuple[int, int, tuple[int, ...]], Batch] = {}
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def rest_at(self, target: Tensor | None, norm_part: slice) -> None:
+        """Where published parameters go (None: they rest here), and which part of the gradient counts for the norm."""
+        self._target, self._norm_part = target, norm_part
+
+    def adopt(self, values: Tensor) -> None:
+        """Takes values as the master's."""
+        self._pipeline.wait()
+        states = self.states
+        values = values.cpu()
+        parameter = round_to(values, states.dtype) if states.trained else values
+        if states.trained:
+            states.stored.copy_(remainder(values) if states.split else values)
+        if states.high is not None:
+            states.high.copy_(parameter)
+        if states.resting is not None:
+            states.resting.copy_(parameter)
+
+    def master(self) -> Tensor:
+        """The fp32 values of the master, on the CPU; a copy where it is split."""
+        self._pipeline.wait()
+        states = self.states
+        if not states.split:
+            return states.stored
+        high = states.high
+        if high is None:
+            assert self._target is not None
+            high = self._target.cpu()
+        return join(high, states.stored)
+
+    def publish_all(self) -> Publication:
+        """Sends the master's present values to where parameters rest."""
+        source = round_to(self.master(), self.states.dtype)
+        self.held = False
+        if self.states.resting is not None:
+            self.states.resting.copy_(source)
+        if self._target is not None:
+            self._target.copy_(source)
+        publication = self.new_publication()
+        publication.send(self._pipeline.now())
+        return publication
+
+    def new_publication(self) -> Publication:
+        return Publication(self._pipeline.mover, self._pipeline.updater)
+
+    def copy_resting_to(self, target: Tensor) -> None:
+        """Brings parameters that rest on the host to the device, on the current stream."""
+        assert self.states.resting is not None
+        self._pipeline.count("up", target.nbytes)
+        target.copy_(self.states.resting, non_blocking=True)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def receive(self, gradient: Tensor, publication: Publication | None = None) -> None:
+        """Takes an averaged gradient from the device; with it goes what a delayed update has made."""
+        self.check_not_updated()
+        pipeline = self._pipeline
+        pipeline.admit()
+        self.received += 1
+        if gradient.dtype is self.states.dtype and self.received == 1 and pipeline.norms:
+            self._norm = compat.norms([gradient[self._norm_part]], torch.float64)[0]
+        self.landing.append(gradient)
+        produced, updated = pipeline.now(), self._updated
+        self._landed = pipeline.mover.submit(lambda: self._land(gradient, produced, updated, publication))
+
+    def publish_held(self, publication: Publication) -> None:
+        """Publishes a delayed update whose unit got no gradient."""
+        over, updated = self._pipeline.now(), self._updated
+        self._landed = self._pipeline.mover.submit(lambda: self._publish_held(publication, over, updated))
+
+    def norm(self) -> Tensor | float | None:
+        """The 2-norm of the gradient's part that counts; None if there is none."""
+        if not self.received:
+            return None
+        if self.received == 1 and self._norm is not None:
+            return self._norm
+        self._pipeline.mover.wait(self._landed)
+        if self._square_sum is None:
+            self._square_sum = self._pipeline.pool.square_sum(self.gradient[self._norm_part])
+        return float(self._square_sum**0.5)
+
+    def rescale(self, factor: Tensor) -> None:
+        """Multiplies what has been received: more micro-batches will come, which the factor is not for."""
+        factor_read = Factor(factor)
+
+        def job() -> None:
+            total = self._sum()
+            total.mul_(factor_read.read())
+            self._square_sum = None
+
+        self._norm = None
+        self._landed = self._pipeline.mover.submit(job)
+
+    def discard(self, slots: set[int] | None) -> None:
+        """Zeroes the gradients of some parameters, or forgets all of them."""
+        self.check_not_updated()
+        if slots is None:
+            self.forget()
+        elif self.received:
+            self._norm = None
+            self._landed = self._pipeline.mover.submit(lambda: self._zero(slots))
+
+    def forget(self) -> None:
+        """Drops what was received and not updated with."""
+        self.check_not_updated()
+        if self.received:
+            self._landed = self._pipeline.mover.submit(self.empty)
+        self.received, self._norm = 0, None
+
+    def acknowledge(self) -> None:
+        """The step whose backward has updated already has come."""
+        self.received, self._norm, self.updated_early = 0, None, False
+
+    def check_not_updated(self) -> None:
+        """Raises where the step's one backward has run already."""
+        if self.updated_early:
+            raise RuntimeError(
+                f"offload.update_in_backward: {self.label!r} was updated in backward, so its gradient can be neither "
+                "dropped nor added to; call step() exactly once after every backward, or leave the option out"
+            )
+
+    # -- update ---------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        rules: dict[int, Rule],
+        factor: Factor,
+        over: torch.cuda.Event | None,
+        publication: Publication | None,
+        following: HostShard | None = None,
+    ) -> None:
+        """Updates the given parameters' pieces, and publishes unless that is to be delayed.
+
+        ``over`` is when the device no longer reads the old parameters; ``following`` is who will be updated next.
+        """
+        self.held = publication is None
+        self.acknowledge()
+        task = _Update(self, rules, factor, over, publication, landed=self._landed, following=following)
+        self._updated = self._pipeline.update(task)
+
+    def update_early(self, gradient: Tensor, rules: dict[int, Rule], publication: Publication) -> None:
+        """Lands a gradient and updates with it at once."""
+        self.check_not_updated()
+        pipeline = self._pipeline
+        pipeline.admit()
+        self.received, self.updated_early = 1, True
+        self.landing.append(gradient)
+        produced = pipeline.now()
+
+        def land() -> None:
+            assert pipeline.ring is not None
+            place = pipeline.ring.acquire(self.states.dtype, self.states.numel)
+            high = None if pipeline.staging is None else self.read_back(pipeline.staging)
+            pipeline.down_from(gradient, place.tensor, produced, place.free_after)
+            self._admit_another(gradient)
+            task = _Update(self, rules, pipeline.unscaled, produced, publication, place=place, high=high)
+            self._updated = pipeline.update(task)
+
+        self._landed = pipeline.mover.submit(land)
+
+    # -- on the mover ---------------------------------------------------------------------------------------------
+
+    def _land(
+        self, gradient: Tensor, produced: torch.cuda.Event | None, updated: int, publication: Publication | None
+    ) -> None:
+        pipeline, slot = self._pipeline, self.states.slot
+        assert slot is not None
+        pipeline.updater.wait(updated)  # the last update may still read the slot
+        if publication is not None:
+            self._publish_held(publication, produced, updated)
+        if gradient.dtype is not self.states.dtype:
+            # Several micro-batches were added up on the device already: rare, so pageable memory will do.
+            values = gradient.to("cpu")
+            pipeline.pool.accumulate(self._sum(), values, first=not self._summed)
+            self._summed = True
+            self._admit_another(gradient)
+            return
+        several = self._occupied or self._summed
+        if several:
+            self._sum()
+        pipeline.down_from(gradient, slot, produced, self._sent)
+        self._admit_another(gradient)
+        self._occupied = True
+        if several:
+            self._sum()
+            if pipeline.norms:
+                self._square_sum = pipeline.pool.square_sum(self.gradient[self._norm_part])
+
+    def _zero(self, slots: set[int]) -> None:
+        for piece in self.states.pieces:
+            if piece.slot in slots:
+                self.states.part(self.gradient, piece).zero_()
+        self._square_sum = None
+
+    def empty(self) -> None:
+        self._occupied = self._summed = False
+        self._square_sum = None
+
+    def _admit_another(self, gradient: Tensor) -> None:
+        self.landing = [waiting for waiting in self.landing if waiting is not gradient]
+        self._pipeline.room.release()
+
+    def _sum(self) -> Tensor:
+        """Adds what is in the slot to the sum, exactly."""
+        total = self.states.new_total()
+        if self._occupied:
+            assert self.states.slot is not None
+            self._pipeline.pool.accumulate(total, self.states.slot, first=not self._summed)
+            self._occupied, self._summed = False, True
+        return total
+
+    @property
+    def gradient(self) -> Tensor:
+        """What has landed: in the slot, or added up."""
+        if self._summed:
+            assert self.states.total is not None
+            return self.states.total
+        assert self.states.slot is not None
+        return self.states.slot
+
+    def _publish_held(self, publication: Publication, over: torch.cuda.Event | None, updated: int) -> None:
+        self._pipeline.updater.wait(updated)
+        assert self.states.slot is not None
+        self.publish(self.output(self.states.slot), publication, over)
+
+    # -- on the updater -------------------------------------------------------------------------------------------
+
+    def read_back(self, staging: Ring) -> Staging:
+        """Starts reading the high half of the master from the device."""
+        assert self._target is not None
+        place = staging.acquire(self.states.dtype, self.states.numel)
+        place.arrival = self._pipeline.start_down(self._target, place.tensor, place.free_after, self._sent)
+        return place
+
+    def wait_for_inputs(self, landed: int, following: HostShard | None) -> Staging | None:
+        """Until the gradient has landed; starts reading back the high half, also of who is next."""
+        self._pipeline.mover.wait(landed)
+        staging = self._pipeline.staging
+        if staging is None:
+            return None
+        high = staging.take(self) or self.read_back(staging)
+        if following is not None:
+            staging.put(following, following.read_back(staging))
+        return high
+
+    def wait_for_outputs(self, over: torch.cuda.Event | None) -> None:
+        """Until no copy reads what an update is about to write."""
+        for event in (self._sent, over if self.states.resting is not None else None):
+            if event is not None:
+                event.synchronize()
+
+    def output(self, gradient: Tensor) -> Tensor:
+        """Where the new parameters are after an update, but for a high half that was read back."""
+        slot = gradient if self.states.slot is None else self.states.slot
+        output = self.states.output(slot)
+        return self.states.stored if output is None else output
+
+    def batch(self, gradient: Tensor, output: Tensor, used: tuple[int, ...]) -> tuple[Batch, list[int]]:
+        """The kernel's table for some parameters and the buffers they are in now, and whose rule each entry takes."""
+        pieces = [piece for piece in self.states.pieces if piece.slot in used]
+        key = (gradient.data_ptr(), output.data_ptr(), used)
+        batch = self._batches.get(key)
+        if batch is None:
+            batch = self._pipeline.pool.prepare([self._segment(gradient, output, piece) for piece in pieces])
+            self._batches[key] = batch
+        return batch, [piece.slot for piece in pieces]
+
+    def _segment(self, gradient: Tensor, output: Tensor, piece: HostPiece) -> Segment:
+        states = self.states
+        return Segment(
+            gradient=states.part(gradient, piece),
+            master=states.part(states.stored, piece),
+            parameter=None if output is states.stored else states.part(output, piece),
+            moments=states.moments(piece),
+            rule=None,
+            key=piece.key,
+            start=piece.start,
+        )
+
+    def publish(
+        self, source: Tensor, publication: Publication, over: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        with compat.label(f"zeroshard.host_publish {self.label}"):
+            arrival = None
+            if self._target is not None:
+                arrival = self._sent = self._pipeline.start_up(source, self._target, over)
+            elif self.states.resting is not None and self.states.resting is not source:
+                if over is not None:
+                    over.synchronize()
+                self.states.resting.copy_(source)
+            publication.send(arrival)
+            return arrival
+
+
+class _Update:
+    """One update of a flat: of its slot or its sum, or of a buffer of the ring that its gradient has landed in."""
+
+    def __init__(
+        self,
+        shard: HostShard,
+        rules: dict[int, Rule],
+        factor: Factor,
+        over: torch.cuda.Event | None,
+        publication: Publication | None,
+        *,
+        landed: int = 0,
+        following: HostShard | None = None,
+        place: Staging | None = None,
+        high: Staging | None = None,
+    ) -> None:
+        self.label, self.numel, self.factor = shard.label, shard.states.numel, factor
+        self._shard, self._rules, self._over, self._publication = shard, rules, over, publication
+        self._landed, self._following, self._place, self._high = landed, following, place, high
+        self._output: Tensor | None = None
+
+    def prepare(self) -> tuple[Batch, Sequence[Rule]]:
+        """Waits for what the update reads, and for copies that still read what it writes."""
+        shard, place = self._shard, self._place
+        if place is None:
+            self._high = shard.wait_for_inputs(self._landed, self._following)
+        shard.wait_for_outputs(self._over)
+        if self._high is not None:
+            self._high.wait()
+        gradient = shard.gradient if place is None else place.tensor
+        self._output = shard.output(gradient) if self._high is None else self._high.tensor
+        batch, slots = shard.batch(gradient, self._output, tuple(sorted(self._rules)))
+        return batch, [self._rules[slot] for slot in slots]
+
+    def finish(self) -> None:
+        """Publishes, and gives the buffers back."""
+        assert self._output is not None
+        sent = None
+        if self._place is None:
+            self._shard.empty()
+        if self._publication is not None:
+            sent = self._shard.publish(self._output, self._publication, self._over)
+        for place in (self._place, self._high):
+            if place is not None:
+                place.release(sent)

@@ -1,0 +1,115 @@
+"""A thread that does jobs one after the other, and whose failure is heard.
+
+The thread holds nothing of the model but the jobs it was given, so that a model nobody uses any more can go.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+CLOSE_SECONDS = 30.0
+"""How long a job that has begun is waited for when its worker goes."""
+POLL_SECONDS = 0.5
+"""How often a wait looks whether the worker has failed."""
+
+
+class OffloadError(RuntimeError):
+    """The host's part of a step failed. Its cause is attached; the model's state is undefined from then on."""
+
+
+class _Queue:
+    """What the thread and its owner share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.jobs: deque[Callable[[], None]] = deque()
+        self.given = 0
+        self.done = 0
+        self.closed = False
+        self.error: BaseException | None = None
+
+
+class Worker:
+    """One thread, started with its first job.
+
+    >>> worker = Worker("example")
+    >>> seen = []
+    >>> worker.wait(worker.submit(lambda: seen.append(1)))
+    >>> seen
+    [1]
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue = _Queue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> int:
+        """Adds a job; returns its number, to wait for."""
+        self.check()
+        queue = self._queue
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(queue,), name=f"zeroshard {self._name}", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, _close, queue, self._thread)  # also when the interpreter ends
+        with queue.changed:
+            queue.jobs.append(job)
+            queue.given += 1
+            queue.changed.notify_all()
+            return queue.given
+
+    def wait(self, number: int | None = None) -> None:
+        """Until a job, by default the last, is done. Raises what any job raised."""
+        queue = self._queue
+        with queue.changed:
+            target = queue.given if number is None else number
+            queue.changed.wait_for(lambda: queue.done >= target or queue.error is not None)
+        self.check()
+
+    @property
+    def idle(self) -> bool:
+        """Whether every job is done."""
+        return self._queue.done == self._queue.given
+
+    def check(self) -> None:
+        """Raises if a job has failed."""
+        error = self._queue.error
+        if error is not None:
+            raise OffloadError(
+                f"the host's {self._name} failed ({type(error).__name__}: {error}), so parameters and optimizer states "
+                "are undefined; start again from a checkpoint"
+            ) from error
+
+
+def _close(queue: _Queue, thread: threading.Thread) -> None:
+    """Drops what has not begun, and waits for what has: it uses memory that is about to go."""
+    with queue.changed:
+        queue.closed = True
+        queue.jobs.clear()
+        queue.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join(CLOSE_SECONDS)
+
+
+def _work(queue: _Queue) -> None:
+    while True:
+        with queue.changed:
+            queue.changed.wait_for(lambda: bool(queue.jobs) or queue.closed)
+            if not queue.jobs:
+                return
+            job = queue.jobs.popleft()
+        try:
+            job()
+        except BaseException as error:  # handed to whoever waits
+            with queue.changed:
+                queue.error = error
+                queue.jobs.clear()
+                queue.changed.notify_all()
+            return
+        del job  # or it would hold its tensors until the next one comes
+        with queue.changed:
+            queue.done += 1
+            queue.changed.notify_all()
