@@ -40,7 +40,7 @@ inline __m512i word_numbers(int first, int step) {  // of 16-bit words within a 
   return _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_set1_epi32(step)), _mm512_set1_epi32(first));
 }
 #elif LANES == 8
-inline __m256i byte_numbers(int first) {  // of the 16-bit words at byte `first` of each word, in the lower half of a lane
+inline __m256i byte_numbers(int first) {  // of each word's half from byte `first` on, four halves together
   const __m128i numbers = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13);
   return _mm256_broadcastsi128_si256(_mm_add_epi8(numbers, _mm_set1_epi8(char(first))));
 }

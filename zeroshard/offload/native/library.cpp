@@ -23,6 +23,7 @@ constexpr int64_t LONGEST = 65536, SHORTEST = 8192, PARTS_OF_A_THREAD = 8;
 enum Status : int32_t { OK = 0, CLOSED = 1, NO_THREADS = 2 };
 enum PathNumber : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
 
+// Never freed, some hundred bytes: a thread may still call after the pool was closed at interpreter exit.
 struct Handle {
   const Path* path;
   Pool pool;

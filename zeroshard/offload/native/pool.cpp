@@ -1,13 +1,13 @@
 #include "pool.h"
 
-#include <cfenv>
-#include <chrono>
-#include <unistd.h>
-
-#if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
-#endif
+#include <signal.h>
+#include <unistd.h>
+
+#include <cfenv>
+#include <chrono>
+#include <initializer_list>
 
 namespace {
 
@@ -33,6 +33,14 @@ void bind(int core) {
 #else
   (void)core;
 #endif
+}
+
+// Signals are for the program's own threads: Ctrl-C must interrupt the one that waits, not one of these.
+void block_signals() {
+  sigset_t blocked;
+  sigfillset(&blocked);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&blocked, fault);
+  pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
 }
 
 // A program may flush denormals in its own threads (torch.set_flush_denormal), which new threads inherit.
@@ -62,6 +70,7 @@ Crew::Crew(int threads, const std::vector<int>& cores) : process(getpid()) {
 }
 
 void Crew::work(int core) {
+  block_signals();
   bind(core);
   const PlainFloats plain;
   uint64_t seen = 0;

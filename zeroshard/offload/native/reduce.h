@@ -29,8 +29,9 @@ void accumulate_kind(float* total, const void* gradient, float factor, bool firs
 }
 
 void accumulate_range(float* total, const void* gradient, Kind kind, float factor, bool first, int64_t count) {
-  const auto accumulate = kind == BF16 ? accumulate_kind<BF16> : kind == FP16 ? accumulate_kind<FP16> : accumulate_kind<FP32>;
-  accumulate(total, gradient, factor, first, count);
+  if (kind == BF16) return accumulate_kind<BF16>(total, gradient, factor, first, count);
+  if (kind == FP16) return accumulate_kind<FP16>(total, gradient, factor, first, count);
+  return accumulate_kind<FP32>(total, gradient, factor, first, count);
 }
 
 constexpr int ROW = 16;  // lanes of the widest path
@@ -68,8 +69,9 @@ double square_sum_kind(const void* values, int64_t count) {
 }
 
 double square_sum_block(const void* values, Kind kind, int64_t count) {
-  const auto square_sum = kind == BF16 ? square_sum_kind<BF16> : kind == FP16 ? square_sum_kind<FP16> : square_sum_kind<FP32>;
-  return square_sum(values, count);
+  if (kind == BF16) return square_sum_kind<BF16>(values, count);
+  if (kind == FP16) return square_sum_kind<FP16>(values, count);
+  return square_sum_kind<FP32>(values, count);
 }
 
 }  // namespace

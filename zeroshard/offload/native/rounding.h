@@ -22,8 +22,9 @@ class Dice {
     for (int lane = 0; lane < LANES; ++lane) lanes_[lane] = uint32_t(lane) * stride_;
   }
 
-  // 32 random bits for each of the LANES elements from `offset` after the index on: a sequence with a stride of its own,
-  // hashed (multipliers: C. Wellons, "hash-prospector"). The upper 16 are for the second moment, the lower for the first.
+  // 32 random bits for each of the LANES elements from `offset` after the index on: a sequence with a stride of its
+  // own, hashed (multipliers: C. Wellons, "hash-prospector"). The lower 16 are for the first moment, the upper for the
+  // second.
   Words roll(int64_t offset) const {
     Words x = lanes_ + (first_ + uint32_t(offset) * stride_);
     x = (x ^ x >> 16) * 0x21F0AAADu;

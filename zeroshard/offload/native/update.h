@@ -171,21 +171,23 @@ Arrays arrays_from(const Segment& segment, int64_t offset) {
            at(segment.moments[1], segment.moment_kinds[1], offset)}};
 }
 
+void copy(void* to, const void* from, Kind kind, int64_t count) {
+  if (kind != ABSENT) __builtin_memcpy(to, from, count * width(kind));
+}
+
 // The last elements, fewer than a vector: the same code on copies, so that they get the same bits.
 void update_tail(Loop* loop, const Segment& segment, const Arrays& arrays, const Pass& pass, int64_t count) {
   alignas(64) char copies[5][4 * LANES] = {};
   const Arrays local = {copies[0], copies[1], copies[2], {copies[3], copies[4]}};
-  const Kind* kinds = segment.moment_kinds;
-  __builtin_memcpy(copies[0], arrays.gradient, count * width(segment.gradient_kind));
-  __builtin_memcpy(copies[1], arrays.master, count * width(segment.master_kind));
-  __builtin_memcpy(copies[2], arrays.parameter, count * width(segment.parameter_kind));
-  __builtin_memcpy(copies[3], arrays.moments[0], count * width(kinds[0]));
-  __builtin_memcpy(copies[4], arrays.moments[1], count * width(kinds[1]));
+  const Kind* moments = segment.moment_kinds;
+  copy(copies[0], arrays.gradient, segment.gradient_kind, count);
+  copy(local.master, arrays.master, segment.master_kind, count);
+  copy(local.parameter, arrays.parameter, segment.parameter_kind, count);
+  for (int index = 0; index < 2; ++index) copy(local.moments[index], arrays.moments[index], moments[index], count);
   loop(local, pass, LANES);
-  __builtin_memcpy(arrays.master, copies[1], count * width(segment.master_kind));
-  __builtin_memcpy(arrays.parameter, copies[2], count * width(segment.parameter_kind));
-  __builtin_memcpy(arrays.moments[0], copies[3], count * width(kinds[0]));
-  __builtin_memcpy(arrays.moments[1], copies[4], count * width(kinds[1]));
+  copy(arrays.master, local.master, segment.master_kind, count);
+  copy(arrays.parameter, local.parameter, segment.parameter_kind, count);
+  for (int index = 0; index < 2; ++index) copy(arrays.moments[index], local.moments[index], moments[index], count);
 }
 
 void update_range(const Segment& segment, const Rule& rule, float factor, uint64_t seed, int64_t offset,
