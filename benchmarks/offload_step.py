@@ -47,6 +47,8 @@ class Result:
     peak_gib: float
     host_gib: float
     loss: float
+    exposed: float
+    """Share of a step in which copies are all that happens: neither the device nor the host works."""
 
 
 def offloaded(options: dict[str, Any], threads: int | None) -> Callable[[ModelConfig], Step]:
@@ -97,10 +99,13 @@ def measure(name: str, build: Callable[[ModelConfig], Step], config: ModelConfig
     seconds = (time.perf_counter() - begin) / args.steps
     peak = (torch.cuda.max_memory_allocated() - base) / 2**30
     host = _resident() / 2**30
-    value = float("nan") if loss is None else float(loss)
+    value = float("nan") if loss is None else float(loss.detach())
+    with zeroshard.trace(f"{args.trace}.{name}.json" if args.trace else None) as trace:
+        for _ in range(3):
+            step(tokens, targets)
     del step
     gc.collect()
-    return Result(name, seconds, args.batch * config.sequence / seconds, peak, host, value)
+    return Result(name, seconds, args.batch * config.sequence / seconds, peak, host, value, trace.exposed_copies())
 
 
 def _resident() -> int:
@@ -120,6 +125,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--only", nargs="*", help="run these variants")
+    parser.add_argument("--trace", help="write a trace of each variant to files that begin so")
     parser.add_argument("--out", default="offload_step.json")
     args = parser.parse_args()
     config = ModelConfig(
@@ -143,7 +149,7 @@ def main() -> None:
             last = results[-1]
             print(
                 f"{name:36} {last.seconds:.4f} s  {last.tokens_a_second:8.0f} tokens/s  peak {last.peak_gib:.2f} GiB  "
-                f"host {last.host_gib:.1f} GiB  loss {last.loss:.4f}",
+                f"host {last.host_gib:.1f} GiB  loss {last.loss:.4f}  copies exposed {last.exposed:.1%}",
                 flush=True,
             )
     with open(args.out, "w") as file:

@@ -30,6 +30,7 @@ LAYERS = [
     {"offload.arena", "offload.placement", "offload.ring", "offload.worker"},
     {"offload.fallback", "offload.library"},
     {"offload.segment", "offload.cores", "offload.native.build"},
+    {"observe.trace"},
     {"layout", "config", "compat", "machine"},
 ]
 """Upper layers import lower ones, never the other way round, and nothing imports its equals."""

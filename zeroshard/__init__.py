@@ -4,6 +4,7 @@ from .api import full_state_dict, gathered, no_sync, shard, stats, synchronize
 from .comm import DisagreementError, StallError, Traffic
 from .config import Config, LossScale, Offload, Precision
 from .observe.ledger import Memory, Stats
+from .observe.trace import Trace, trace
 from .offload.worker import OffloadError
 from .optimizer import ShardedOptimizer
 
@@ -20,6 +21,7 @@ __all__ = [
     "ShardedOptimizer",
     "StallError",
     "Stats",
+    "Trace",
     "Traffic",
     "full_state_dict",
     "gathered",
@@ -27,4 +29,5 @@ __all__ = [
     "shard",
     "stats",
     "synchronize",
+    "trace",
 ]

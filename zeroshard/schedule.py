@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from . import compat
 from .config import Config, Extent, StateTable
 from .hook import Hook
+from .observe import trace
 from .precision import LossScaler, cast_floating, map_tensors, tensors_in
 from .reducer import Reducer, gradient_of
 from .unit import Flat, Presence, Unit
@@ -231,6 +232,7 @@ class Schedule:
         blind = False
         if not compat.in_backward() and unit in self._open:
             self._open.remove(unit)
+            trace.phase(f"forward {self._root.title}")
         if torch.is_grad_enabled():
             hook = self._before_backward_hooks[unit]
             if self._open:  # called inside another unit, whose backward goes on around this one's
@@ -246,6 +248,7 @@ class Schedule:
 
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not compat.in_backward():
+            trace.phase(f"loss of {type(model).__name__}")
             self._forward.end()
             if self._forward is self._training:
                 self._reducer.propose_order([self._root, *self._training.last])
@@ -270,12 +273,14 @@ class Schedule:
     def _held_for_backward(self, unit: Unit) -> bool:
         return self._forward is self._training and self.kept(unit)
 
-    def _make_present(self, unit: Unit, next_units: list[Unit]) -> None:
+    def _make_present(self, unit: Unit, next_units: list[Unit], way: str = "forward") -> None:
         self._called.add(unit)
+        trace.phase(None)
         unit.gather()
         for following in next_units:
             following.prefetch()
         unit.wait()
+        trace.phase(f"{way} {unit.title}")
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -308,7 +313,9 @@ class Schedule:
         if unit not in self._in_backward:
             self._in_backward.append(unit)
         if self._sharded:
-            self._make_present(unit, self._backward.enter(unit, self._ahead))
+            self._make_present(unit, self._backward.enter(unit, self._ahead), "backward")
+        else:
+            trace.phase(f"backward {unit.title}")
 
     def on_gradient(self, unit: Unit, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
@@ -335,6 +342,7 @@ class Schedule:
     def _end_backward(self) -> None:
         if not self._backward_running:
             return
+        trace.phase(None)
         with compat.label("zeroshard.end_backward"):
             self._backward_running = False
             self._backward.end()

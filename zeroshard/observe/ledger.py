@@ -63,7 +63,7 @@ class Stats:
     host_memory: Memory | None
     """With offload: this rank's states in host memory. Gradients there include the slots they land in."""
     host_traffic: Mapping[str, int]
-    """With offload: bytes from the device ("down") and to it ("up") in the last completed step."""
+    """With offload: bytes "to the host" and "to the device" in the last completed step."""
     memory_at_step: Memory | None
     """This rank's memory between backward and update of the last step, as the papers count it."""
     grad_norm: float | None

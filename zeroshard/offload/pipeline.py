@@ -23,7 +23,9 @@ from torch import Tensor
 
 from .. import compat
 from ..config import Offload
+from ..observe import trace
 from .arena import Arena, aligned
+from .cores import share
 from .kernel import Batch, Pool, Rule, run_together
 from .ring import Ring
 from .states import HostBytes, HostStates
@@ -35,6 +37,8 @@ RING = 4
 """Slots of the ring where gradients are consumed as they land: one lands, one is updated, the others are sent off."""
 GROUP_ELEMENTS = 96 << 20
 """Elements that are updated in one call, at most, unless one flat has more."""
+DRIVER_CORES = 4
+"""From how many cores on one is left to the training thread. Of 16, 15 threads updated faster than 16 beside it."""
 HIGH_HALVES = 3
 """Staging buffers for parameters that are read back: one arrives, one is updated, one is sent off."""
 
@@ -105,7 +109,7 @@ class Pipeline:
         self.options, self.device = options, device
         self.norms = norms
         """Whether a step will ask for the norm, so that it is found on the way."""
-        self.pool = Pool(options.threads)
+        self.pool = Pool(options.threads or _default_threads(device))
         self.mover, self.updater = Worker("gradient copy"), Worker("update")
         self.room = threading.Semaphore(LANDING)
         cuda = device.type == "cuda"
@@ -118,7 +122,7 @@ class Pipeline:
         """Of all flats whose states live here."""
         self._tasks: deque[Task] = deque()
         self._counting = threading.Lock()
-        self.traffic = {"down": 0, "up": 0}
+        self.traffic = {trace.DOWN: 0, trace.UP: 0}
         """Bytes between host and device since the last ``take_traffic``."""
 
     @property
@@ -182,9 +186,11 @@ class Pipeline:
         if not group:
             return
         prepared = [task.prepare() for task in group]
-        with compat.label(f"zeroshard.host_update {' '.join(task.label for task in group)}"):
+        names = " ".join(task.label for task in group)
+        factor = group[0].factor.read()
+        with compat.label(f"zeroshard.host_update {names}"), trace.on_host(trace.UPDATE, names):
             batches, rules = [batch for batch, _ in prepared], [rules for _, rules in prepared]
-            run_together(batches, rules, group[0].factor.read(), self.options.seed)
+            run_together(batches, rules, factor, self.options.seed)
         for task in group:
             task.finish()
 
@@ -213,7 +219,7 @@ class Pipeline:
 
     def take_traffic(self) -> dict[str, int]:
         """Bytes that crossed between host and device since this was last asked."""
-        taken, self.traffic = self.traffic, {"down": 0, "up": 0}
+        taken, self.traffic = self.traffic, {trace.DOWN: 0, trace.UP: 0}
         return taken
 
     def count(self, way: str, size: int) -> None:
@@ -231,25 +237,43 @@ class Pipeline:
                     stream.wait_event(event)
             yield
 
-    def down_from(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> None:
+    def down_from(self, source: Tensor, target: Tensor, label: str, *after: torch.cuda.Event | None) -> None:
         """Copies from the device and waits for it. On the mover or the updater."""
-        self._start(self.down, "down", source, target, *after, wait=True)
+        self._start(self.down, trace.DOWN, source, target, label, *after, wait=True)
 
-    def start_up(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def start_up(
+        self, source: Tensor, target: Tensor, label: str, *after: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
         """Starts a copy to the device; the event tells when it has arrived."""
-        return self._start(self.up, "up", source, target, *after)
+        return self._start(self.up, trace.UP, source, target, label, *after)
 
-    def start_down(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def start_down(
+        self, source: Tensor, target: Tensor, label: str, *after: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
         """Starts a copy from the device."""
-        return self._start(self.down, "down", source, target, *after)
+        return self._start(self.down, trace.DOWN, source, target, label, *after)
 
     def _start(
-        self, stream: Any, way: str, source: Tensor, target: Tensor, *after: torch.cuda.Event | None, wait: bool = False
+        self,
+        stream: Any,
+        way: str,
+        source: Tensor,
+        target: Tensor,
+        label: str,
+        *after: torch.cuda.Event | None,
+        wait: bool = False,
     ) -> torch.cuda.Event | None:
         self.count(way, target.nbytes)
         with self.on_stream(stream, *after):
-            target.copy_(source, non_blocking=True)
+            with trace.on_stream(way, label):
+                target.copy_(source, non_blocking=True)
             arrived = self.now()
         if wait and arrived is not None:
             arrived.synchronize()
         return arrived
+
+
+def _default_threads(device: torch.device) -> int:
+    """This rank's cores, less one that drives the device where there is one and enough of them."""
+    cores = share().threads
+    return cores - 1 if device.type == "cuda" and cores >= DRIVER_CORES else cores

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..observe import trace
 from .kernel import Batch, Rule, Segment
 from .pipeline import Factor, Pipeline, Publication
 from .ring import Ring, Staging
@@ -50,17 +51,15 @@ class HostShard:
         self._target, self._norm_part = target, norm_part
 
     def adopt(self, values: Tensor) -> None:
-        """Takes values as the master's."""
+        """Takes values as the master's. Rounded where they are: a device does that faster."""
         self._pipeline.wait()
         states = self.states
-        values = values.cpu()
         parameter = round_to(values, states.dtype) if states.trained else values
         if states.trained:
             states.stored.copy_(remainder(values) if states.split else values)
-        if states.high is not None:
-            states.high.copy_(parameter)
-        if states.resting is not None:
-            states.resting.copy_(parameter)
+        for buffer in (states.high, states.resting):
+            if buffer is not None:
+                buffer.copy_(parameter)
 
     def master(self) -> Tensor:
         """The fp32 values of the master, on the CPU; a copy where it is split."""
@@ -92,8 +91,9 @@ class HostShard:
     def copy_resting_to(self, target: Tensor) -> None:
         """Brings parameters that rest on the host to the device, on the current stream."""
         assert self.states.resting is not None
-        self._pipeline.count("up", target.nbytes)
-        target.copy_(self.states.resting, non_blocking=True)
+        self._pipeline.count(trace.UP, target.nbytes)
+        with trace.on_stream(trace.UP, self.label):
+            target.copy_(self.states.resting, non_blocking=True)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class HostShard:
             assert pipeline.ring is not None
             place = pipeline.ring.acquire(self.states.dtype, self.states.numel)
             high = None if pipeline.staging is None else self.read_back(pipeline.staging)
-            pipeline.down_from(gradient, place.tensor, produced, place.free_after)
+            pipeline.down_from(gradient, place.tensor, self.label, produced, place.free_after)
             self._admit_another(gradient)
             task = _Update(self, rules, pipeline.unscaled, produced, publication, place=place, high=high)
             self._updated = pipeline.update(task)
@@ -224,7 +224,7 @@ class HostShard:
         several = self._occupied or self._summed
         if several:
             self._sum()
-        pipeline.down_from(gradient, slot, produced, self._sent)
+        pipeline.down_from(gradient, slot, self.label, produced, self._sent)
         self._admit_another(gradient)
         self._occupied = True
         if several:
@@ -275,7 +275,7 @@ class HostShard:
         """Starts reading the high half of the master from the device."""
         assert self._target is not None
         place = staging.acquire(self.states.dtype, self.states.numel)
-        place.arrival = self._pipeline.start_down(self._target, place.tensor, place.free_after, self._sent)
+        place.arrival = self._pipeline.start_down(self._target, place.tensor, self.label, place.free_after, self._sent)
         return place
 
     def wait_for_inputs(self, landed: int, following: HostShard | None) -> Staging | None:
@@ -329,7 +329,7 @@ class HostShard:
         with compat.label(f"zeroshard.host_publish {self.label}"):
             arrival = None
             if self._target is not None:
-                arrival = self._sent = self._pipeline.start_up(source, self._target, over)
+                arrival = self._sent = self._pipeline.start_up(source, self._target, self.label, over)
             elif self.states.resting is not None and self.states.resting is not source:
                 if over is not None:
                     over.synchronize()
