@@ -105,6 +105,8 @@ class FlatGradient:
 
     def begin_backward(self) -> None:
         """A new backward pass: completeness is asked anew, and autograd gets ``parameter.grad`` to itself."""
+        if self._host is not None and self._host.updates_early:
+            self._host.check_not_updated(stashed=self.present)
         self.hide()
         self._fired.clear()
         if self._factor is not None:  # what comes now is not clipped by what was asked before
@@ -301,9 +303,8 @@ class FlatGradient:
 
     def take_for_host(self) -> tuple[Tensor | None, Tensor | None]:
         """What is to be delivered still, and the factor to be applied to all of it."""
-        assert self._accumulator is None, "micro-batches add up on the host"
-        held, factor = self._stash, self._factor
-        self._stash = self._factor = None
+        held, factor = self._held, self._factor
+        self._stash = self._accumulator = self._factor = None
         return held, factor
 
     @property

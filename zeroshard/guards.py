@@ -62,6 +62,7 @@ def _before_load(flats: list[Flat], module: nn.Module, state_dict: Any, prefix: 
                 "load inside `with zeroshard.gathered(model, write=True):`, or before zeroshard.shard()"
             )
         flat.wait()
+        flat.before_write()
 
 
 def _after_load(flats: list[Flat], module: nn.Module, incompatible_keys: Any) -> None:

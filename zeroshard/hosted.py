@@ -39,6 +39,8 @@ class HostUpdate:
         self._moments = moment_names(optimizer)
         self._counts: dict[Tensor, int] = {}
         """Steps that each piece has made."""
+        self._micro_batches = 1
+        """Backward passes that made up the last step."""
         self._frozen: list[dict[str, Any]] | None = None
         """Hyper-parameters as they were when a backward that updates began."""
         for flat in self.flats:
@@ -50,14 +52,18 @@ class HostUpdate:
         """Takes a gradient in backward. False if it must wait for the step."""
         host = _host_of(flat)
         if not self._options.update_in_backward:
-            if host.held:
+            # All micro-batches of a step see one version of the parameters: what the device still needs is published
+            # in step() instead.
+            if host.held and self._micro_batches == 1:
                 host.held = False
                 host.receive(gradient, flat.expect_update())
             else:
                 host.receive(gradient)
             return True
-        if not gradient_of(flat).complete:
-            return False  # some rank may have used what this one has not: the ranks agree on that in step()
+        host.check_not_updated()
+        if not gradient_of(flat).complete or gradient_of(flat).present:
+            # Some rank may have used what this one has not: the ranks agree on that in step(). Or it comes in parts.
+            return False
         if self._frozen is None:
             self._frozen = self._settings()
         self._update_early(flat, gradient)
@@ -65,7 +71,6 @@ class HostUpdate:
 
     def _update_early(self, flat: Flat, gradient: Tensor) -> None:
         host = _host_of(flat)
-        host.check_not_updated()
         host.update_early(gradient, self._rules(flat, range(len(flat.parameters))), flat.expect_update())
 
     # -- in step() ------------------------------------------------------------------------------------------------
@@ -82,11 +87,8 @@ class HostUpdate:
         """
         after = self._options.delayed_update_after
         delayed = after is not None and step > after
-        for flat in self.flats:
-            host = _host_of(flat)
-            if host.held:  # its unit got no gradient since
-                host.held = False
-                host.publish_held(flat.expect_update())
+        self.publish_held()  # of units that got no gradient since, or several
+        self._micro_batches = max([1, *(_host_of(flat).received for flat in self.flats)])
         self._check_settings()
         flats = [flat for flat in (order if delayed else order[::-1]) if flat.host is not None]
         early = [flat for flat in flats if _host_of(flat).updated_early]

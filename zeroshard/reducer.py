@@ -69,6 +69,10 @@ class Reducer:
                 by_label = {flat.label: flat for flat in self.flats}
                 self.order = [by_label[label] for label in proposed]
 
+    def publishing_order(self) -> list[Flat]:
+        """In which updates are published: that in which forward needs them."""
+        return self.order[::-1]
+
     def begin_backward(self) -> None:
         self._backwards += 1
         self._agreed = False

@@ -22,7 +22,7 @@ from .placeholder import Placeholders
 from .precision import LossScaler
 from .reducer import Reducer
 from .schedule import Schedule
-from .unit import Unit
+from .unit import Turns, Unit
 
 _ATTRIBUTE = "_zeroshard_runtime"
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -64,11 +64,13 @@ class Runtime(NotCopyable):
         self.names_only = False
         """See ``guards.names_only``."""
 
-        self.pipeline = place_on_host(self.units, optimizer, config, fabric)
+        turns = Turns()
+        self.pipeline = place_on_host(self.units, optimizer, config, fabric, turns)
         adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
         self._buffers = Buffers(model, fabric)
         self.reducer = Reducer(self.units, fabric, self._buffers, by_position=sharded_parameters)
+        turns.order = self.reducer.publishing_order
         self.schedule = Schedule(
             model, self.units, table=self.table, config=config, reducer=self.reducer, scaler=self.scaler
         )
@@ -122,6 +124,8 @@ class Runtime(NotCopyable):
                 unit.wait()
                 for flat in unit.flats:
                     flat.lent = flat.lent or (lend and flat.sharded)
+                    if write or (lend and not flat.sharded):
+                        flat.before_write()
             yield
         finally:  # also after an exception: the other ranks come here too, and all must stay together
             flats = [flat for unit in units for flat in unit.flats]

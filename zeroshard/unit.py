@@ -16,8 +16,7 @@ storage and are valid again after the next gather.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -43,7 +42,7 @@ class Presence(Enum):
     UNDER_WAY = auto()
     """A gather fills them."""
     UPDATING = auto()
-    """Whole at rest, and being updated on the host. Their gathers are issued in the order of ``Flat.turns``."""
+    """Whole at rest, and being updated on the host. Their gathers are issued in turn (``Turns``)."""
     PRESENT = auto()
 
 
@@ -88,7 +87,8 @@ class Flat:
         self.presence = Presence.PRESENT
         self.lent = False
         """User code saw the parameters and may have kept a view: the storage is left to it, not emptied under it."""
-        self._turns: deque[Flat] = deque()
+        self._turns = Turns()
+        self._old_master: Tensor | None = None
         self._publication: Publication | None = None
         self._fabric, self._placeholders = fabric, placeholders
         self._pending: Pending | None = None
@@ -137,11 +137,8 @@ class Flat:
             return self.host.master().to(self._fabric.device)
         return self._master
 
-    def live_on(self, host: HostShard, turns: deque[Flat]) -> None:
-        """Keeps the states on the host; asked before the first values come.
-
-        ``turns`` are the flats of the model that are being updated, in the one order in which all ranks gather them.
-        """
+    def live_on(self, host: HostShard, turns: Turns) -> None:
+        """Keeps the states on the host; asked before the first values come."""
         self.host, self._turns = host, turns
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -206,9 +203,9 @@ class Flat:
 
     def gather(self) -> None:
         """Starts making the whole parameters exist. Nothing to do where they are present or under way."""
-        while self.presence is Presence.UPDATING:
-            self._turns.popleft().start_gather()
-        if self.presence is Presence.RELEASED:
+        if self.presence is Presence.UPDATING:
+            self._turns.gather_up_to(self)
+        elif self.presence is Presence.RELEASED:
             self.start_gather()
 
     def prefetch(self) -> None:
@@ -316,7 +313,6 @@ class Flat:
         elif self.host is not None and self.presence is not Presence.UPDATING:
             self._point_at_placeholders()
             self.presence = Presence.UPDATING
-            self._turns.append(self)
 
     def rewrite(self) -> None:
         """Takes rank 0's present values as the new ones. A master keeps its lower bits where nothing was changed."""
@@ -326,11 +322,18 @@ class Flat:
             self.shard.copy_(self.whole[self.shard_range.start : self.shard_range.stop])
         self.refresh_master()
 
+    def before_write(self) -> None:
+        """Remembers a master that cannot be put together again once the parameters are written."""
+        if self.host is not None and self.host.reads_back:
+            self._old_master = self.host.master()
+
     def refresh_master(self) -> None:
-        """Makes the master follow parameters that were written where they are."""
+        """Makes the master follow parameters that were written where they are, after ``before_write``."""
         self._versions = self._versions_now()
         if self.separate_master:
-            values, master = self.whole[self.own.start : self.own.stop], self.master
+            values, master = self.whole[self.own.start : self.own.stop], self._old_master
+            master = self.master if master is None else master.to(values.device)
+            self._old_master = None
             new = torch.where(self._rounded(master) == values, master, values.to(master.dtype))
             if self.host is not None:
                 self.host.adopt(new)
@@ -382,6 +385,22 @@ class Flat:
                     f"parameter {slot.name!r} was written to where the write would be lost; "
                     "write inside `with zeroshard.gathered(model, write=True):`"
                 )
+
+
+class Turns:
+    """The one order in which all ranks gather flats that the host updates: ranks differ in when each is updated."""
+
+    def __init__(self) -> None:
+        self.order: Callable[[], list[Flat]] = list
+
+    def gather_up_to(self, flat: Flat) -> None:
+        """Gathers what comes before a flat, and that flat."""
+        for other in self.order():
+            if other.presence is Presence.UPDATING:
+                other.start_gather()
+            if other is flat:
+                return
+        raise AssertionError(f"{flat.label} is in no order of publishing")
 
 
 class Unit:

@@ -156,10 +156,13 @@ class Pipeline:
         for states in self.states:
             states.bind(pinned, pageable)
         if self._ring_count:
-            self.ring = Ring([pinned.take(self._largest, torch.uint8) for _ in range(self._ring_count)])
+            self.ring = self._new_ring(pinned, self._ring_count)
         if self._staging_count:
-            self.staging = Ring([pinned.take(self._largest, torch.uint8) for _ in range(self._staging_count)])
+            self.staging = self._new_ring(pinned, self._staging_count)
         self._arenas = (pinned, pageable)
+
+    def _new_ring(self, arena: Arena, count: int) -> Ring:
+        return Ring([arena.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
 
     def now(self) -> torch.cuda.Event | None:
         """The point that the device's work has reached on the current stream."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from .. import machine
 from ..comm import Fabric
 from ..config import Config, Offload
-from ..unit import Flat, Unit
+from ..unit import Flat, Turns, Unit
 from .pipeline import Pipeline
 from .placement import stay_on_device, stay_within
 from .rules import moment_names
@@ -24,7 +23,7 @@ DEVICE_SHARE = 0.6
 
 
 def place_on_host(
-    units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
+    units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric, turns: Turns
 ) -> Pipeline | None:
     """Gives the flats whose states live on the host their memory there; None if nothing does."""
     options = config.offload
@@ -35,7 +34,6 @@ def place_on_host(
     )
     _check_kernel(pipeline, options)
     moments = None if optimizer is None else moment_names(optimizer)
-    turns: deque[Flat] = deque()
     for unit, stays in zip(units, _stay(units, options, fabric), strict=True):
         for flat in unit.flats:
             if flat.trainable and not stays:

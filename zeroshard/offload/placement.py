@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -13,17 +14,13 @@ def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:
     >>> stay_on_device([4, 2, 2, 2], host_fraction=0.3)
     [True, True, False, False]
     """
-    return _first(sizes, (1 - host_fraction) * sum(sizes))
+    return _first(sizes, round((1 - host_fraction) * sum(sizes)))
 
 
 def stay_within(sizes: Sequence[int], bytes_on_device: float, budget: int) -> list[bool]:
     """The same by what a budget of bytes has room for, at so many bytes an element."""
-    return _first(sizes, budget / bytes_on_device)
+    return _first(sizes, int(budget / bytes_on_device))
 
 
-def _first(sizes: Sequence[int], room: float) -> list[bool]:
-    chosen = []
-    for size in sizes:
-        room -= size
-        chosen.append(room >= -1e-9 * sum(sizes))  # a sum of parts is not quite the whole
-    return chosen
+def _first(sizes: Sequence[int], room: int) -> list[bool]:
+    return [total <= room for total in itertools.accumulate(sizes)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from .worker import POLL_SECONDS
 
 
 class Staging:
@@ -30,9 +32,10 @@ class Staging:
 
 
 class Ring:
-    """Hands buffers out, and waits where all are taken."""
+    """Hands buffers out, and waits where all are taken; ``check`` raises if whoever has them has failed."""
 
-    def __init__(self, blocks: Sequence[Tensor]) -> None:
+    def __init__(self, blocks: Sequence[Tensor], check: Callable[[], None]) -> None:
+        self._check = check
         self._free: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._kept: dict[object, Staging] = {}
         for block in blocks:
@@ -40,7 +43,12 @@ class Ring:
 
     def acquire(self, dtype: torch.dtype, numel: int) -> Staging:
         """The buffer that is free the longest, as so many elements."""
-        block, event = self._free.get()
+        while True:
+            try:
+                block, event = self._free.get(timeout=POLL_SECONDS)
+                break
+            except queue.Empty:
+                self._check()  # nobody will give one back if the update has failed
         return Staging(self, block, block[: numel * dtype.itemsize].view(dtype), event)
 
     def give_back(self, block: Tensor, event: torch.cuda.Event | None) -> None:

@@ -57,9 +57,14 @@ class HostShard:
         parameter = round_to(values, states.dtype) if states.trained else values
         if states.trained:
             states.stored.copy_(remainder(values) if states.split else values)
-        for buffer in (states.high, states.resting):
+        for buffer in (states.high, states.resting, self._target if self.reads_back else None):
             if buffer is not None:
                 buffer.copy_(parameter)
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether the high half of the master is nowhere but in the parameters on the device."""
+        return self.states.split and self.states.high is None
 
     def master(self) -> Tensor:
         """The fp32 values of the master, on the CPU; a copy where it is split."""
@@ -157,12 +162,17 @@ class HostShard:
         """The step whose backward has updated already has come."""
         self.received, self._norm, self.updated_early = 0, None, False
 
-    def check_not_updated(self) -> None:
-        """Raises where the step's one backward has run already."""
-        if self.updated_early:
+    @property
+    def updates_early(self) -> bool:
+        """Whether updates are made in backward."""
+        return self._pipeline.options.update_in_backward
+
+    def check_not_updated(self, stashed: bool = False) -> None:
+        """Raises where the step's one backward has run already: the flat was updated, or waits for the step."""
+        if self.updated_early or stashed:
             raise RuntimeError(
-                f"offload.update_in_backward: {self.label!r} was updated in backward, so its gradient can be neither "
-                "dropped nor added to; call step() exactly once after every backward, or leave the option out"
+                f"offload.update_in_backward: {self.label!r} has had its one backward of this step, so its gradient "
+                "can be neither dropped nor added to; call step() once after every backward, or leave the option out"
             )
 
     # -- update ---------------------------------------------------------------------------------------------------
@@ -197,9 +207,12 @@ class HostShard:
             assert pipeline.ring is not None
             place = pipeline.ring.acquire(self.states.dtype, self.states.numel)
             high = None if pipeline.staging is None else self.read_back(pipeline.staging)
-            pipeline.down_from(gradient, place.tensor, self.label, produced, place.free_after)
-            self._admit_another(gradient)
             task = _Update(self, rules, pipeline.unscaled, produced, publication, place=place, high=high)
+            if gradient.dtype is self.states.dtype:
+                pipeline.down_from(gradient, place.tensor, self.label, produced, place.free_after)
+            else:  # it came in parts, which were added up on the device: rare, so pageable memory will do
+                task.wide_gradient = gradient.cpu()
+            self._admit_another(gradient)
             self._updated = pipeline.update(task)
 
         self._landed = pipeline.mover.submit(land)
@@ -358,6 +371,8 @@ class _Update:
         self._shard, self._rules, self._over, self._publication = shard, rules, over, publication
         self._landed, self._following, self._place, self._high = landed, following, place, high
         self._output: Tensor | None = None
+        self.wide_gradient: Tensor | None = None
+        """In more precision than a buffer of the ring has."""
 
     def prepare(self) -> tuple[Batch, Sequence[Rule]]:
         """Waits for what the update reads, and for copies that still read what it writes."""
@@ -369,6 +384,7 @@ class _Update:
             self._high.wait()
         gradient = shard.gradient if place is None else place.tensor
         self._output = shard.output(gradient) if self._high is None else self._high.tensor
+        gradient = gradient if self.wide_gradient is None else self.wide_gradient
         batch, slots = shard.batch(gradient, self._output, tuple(sorted(self._rules)))
         return batch, [self._rules[slot] for slot in slots]
 

@@ -185,7 +185,7 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def remainder(values: Tensor) -> Tensor:
     """What ``round_to`` bf16 leaves: the lower half of a split master."""
-    return (values.view(torch.int32) - (_high(values) << 16)).to(torch.int16)
+    return (_bits(values) - (_high(values) << 16)).to(torch.int16)
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
@@ -193,5 +193,10 @@ def join(high: Tensor, low: Tensor) -> Tensor:
     return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 
+def _bits(values: Tensor) -> Tensor:
+    """As integers. Every NaN as the same one: adding to another could carry into the sign and make it a zero."""
+    return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
+
+
 def _high(values: Tensor) -> Tensor:
-    return (values.view(torch.int32) + 0x8000) >> 16  # an arithmetic shift: the sign stays
+    return (_bits(values) + 0x8000) >> 16  # an arithmetic shift: the sign stays

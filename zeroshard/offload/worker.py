@@ -88,7 +88,9 @@ def _close(queue: _Queue, thread: threading.Thread) -> None:
     """Drops what has not begun, and waits for what has: it uses memory that is about to go."""
     with queue.changed:
         queue.closed = True
-        queue.jobs.clear()
+        if queue.jobs:
+            queue.jobs.clear()
+            queue.error = RuntimeError("it was closed before all was done")  # for another worker that waits for it
         queue.changed.notify_all()
     if thread is not threading.current_thread():
         thread.join(CLOSE_SECONDS)
