@@ -21,6 +21,7 @@ from torch import Tensor
 
 import zeroshard
 from benchmarks.gpu_step import Step, plain
+from zeroshard.observe.trace import UPDATE
 from zeroshard.train.gpt import GPT, ModelConfig
 
 BF16 = torch.bfloat16
@@ -49,6 +50,8 @@ class Result:
     loss: float
     exposed: float
     """Share of a step in which copies are all that happens: neither the device nor the host works."""
+    updating: float
+    """Seconds a step in which the host updates."""
 
 
 def offloaded(options: dict[str, Any], threads: int | None) -> Callable[[ModelConfig], Step]:
@@ -105,7 +108,9 @@ def measure(name: str, build: Callable[[ModelConfig], Step], config: ModelConfig
             step(tokens, targets)
     del step
     gc.collect()
-    return Result(name, seconds, args.batch * config.sequence / seconds, peak, host, value, trace.exposed_copies())
+    updating = sum(stop - start for start, stop in trace.busy(UPDATE)) / 3
+    rate = args.batch * config.sequence / seconds
+    return Result(name, seconds, rate, peak, host, value, trace.exposed_copies(), updating)
 
 
 def _resident() -> int:
@@ -149,7 +154,8 @@ def main() -> None:
             last = results[-1]
             print(
                 f"{name:36} {last.seconds:.4f} s  {last.tokens_a_second:8.0f} tokens/s  peak {last.peak_gib:.2f} GiB  "
-                f"host {last.host_gib:.1f} GiB  loss {last.loss:.4f}  copies exposed {last.exposed:.1%}",
+                f"host {last.host_gib:.1f} GiB  loss {last.loss:.4f}  copies exposed {last.exposed:.1%}  "
+                f"host updating {last.updating:.3f} s",
                 flush=True,
             )
     with open(args.out, "w") as file:

@@ -248,6 +248,13 @@ class Offload:
             isinstance(fraction, bool | str) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1
         ):
             raise ValueError(f'offload.host_fraction={fraction!r} must be a number from 0 to 1, or "auto"')
+        if fraction == 0:
+            for entry in fields(self):
+                if entry.name != "host_fraction" and getattr(self, entry.name) != entry.default:
+                    raise ValueError(
+                        f"offload.{entry.name} has no effect with host_fraction=0, which leaves all states on the "
+                        "device; leave it out, or raise host_fraction"
+                    )
         if self.device_memory is not None and fraction != "auto":
             raise ValueError('offload.device_memory has no effect without host_fraction="auto"; leave it out')
         if self.moments not in (torch.float32, torch.bfloat16):
@@ -297,6 +304,11 @@ class Offload:
             raise ValueError(
                 f"offload.split_master needs precision='bf16', not {precision.parameters}: only the upper half of an "
                 "fp32 number is a bf16 one"
+            )
+        if precision.accumulate is not torch.float32:
+            raise ValueError(
+                f"precision.accumulate={precision.accumulate} has no effect with offload=, where micro-batches add up in "
+                "fp32; leave it out"
             )
         if precision.cast_on_gather:
             raise ValueError("precision.cast_on_gather casts from a master on the device; leave it out with offload=")

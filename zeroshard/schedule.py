@@ -327,6 +327,8 @@ class Schedule:
         uncalled = self._sharded and unit not in self._called
         absent = flat.presence is not Presence.PRESENT
         if uncalled or (absent and (not self._sharded or bool(gradient.isnan().any()))):
+            if flat.host is not None:
+                flat.host.check_not_updated()  # by an earlier gradient of this backward
             raise RuntimeError(
                 f"parameter {flat.layout.slots[index].name!r} was used without a call of {unit.title!r}, the module "
                 "it is gathered for, so its value was not there; call that module's forward, or choose units= so that "

@@ -222,7 +222,8 @@ class Pipeline:
 
     def take_traffic(self) -> dict[str, int]:
         """Bytes that crossed between host and device since this was last asked."""
-        taken, self.traffic = self.traffic, {trace.DOWN: 0, trace.UP: 0}
+        with self._counting:
+            taken, self.traffic = self.traffic, {trace.DOWN: 0, trace.UP: 0}
         return taken
 
     def count(self, way: str, size: int) -> None:

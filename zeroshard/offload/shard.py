@@ -123,6 +123,11 @@ class HostShard:
         """The 2-norm of the gradient's part that counts; None if there is none."""
         if not self.received:
             return None
+        if self.updates_early:
+            raise RuntimeError(
+                "offload.update_in_backward has updated before the norm of all gradients is known, so there is nothing "
+                "left to clip; leave clip_grad_norm_() or the option out"
+            )
         if self.received == 1 and self._norm is not None:
             return self._norm
         self._pipeline.mover.wait(self._landed)
@@ -212,6 +217,8 @@ class HostShard:
                 pipeline.down_from(gradient, place.tensor, self.label, produced, place.free_after)
             else:  # it came in parts, which were added up on the device: rare, so pageable memory will do
                 task.wide_gradient = gradient.cpu()
+                if place.free_after is not None:
+                    place.free_after.synchronize()
             self._admit_another(gradient)
             self._updated = pipeline.update(task)
 
@@ -314,14 +321,21 @@ class HostShard:
         output = self.states.output(slot)
         return self.states.stored if output is None else output
 
-    def batch(self, gradient: Tensor, output: Tensor, used: tuple[int, ...]) -> tuple[Batch, list[int]]:
-        """The kernel's table for some parameters and the buffers they are in now, and whose rule each entry takes."""
+    def batch(
+        self, gradient: Tensor, output: Tensor, used: tuple[int, ...], instead: Tensor | None = None
+    ) -> tuple[Batch, list[int]]:
+        """The kernel's table for some parameters and the buffers they are in now, and whose rule each entry takes.
+
+        Tables are kept, but for a gradient that comes ``instead`` of the buffer's.
+        """
         pieces = [piece for piece in self.states.pieces if piece.slot in used]
         key = (gradient.data_ptr(), output.data_ptr(), used)
         batch = self._batches.get(key)
-        if batch is None:
-            batch = self._pipeline.pool.prepare([self._segment(gradient, output, piece) for piece in pieces])
-            self._batches[key] = batch
+        if batch is None or instead is not None:
+            source = gradient if instead is None else instead
+            batch = self._pipeline.pool.prepare([self._segment(source, output, piece) for piece in pieces])
+            if instead is None:
+                self._batches[key] = batch
         return batch, [piece.slot for piece in pieces]
 
     def _segment(self, gradient: Tensor, output: Tensor, piece: HostPiece) -> Segment:
@@ -384,8 +398,7 @@ class _Update:
             self._high.wait()
         gradient = shard.gradient if place is None else place.tensor
         self._output = shard.output(gradient) if self._high is None else self._high.tensor
-        gradient = gradient if self.wide_gradient is None else self.wide_gradient
-        batch, slots = shard.batch(gradient, self._output, tuple(sorted(self._rules)))
+        batch, slots = shard.batch(gradient, self._output, tuple(sorted(self._rules)), self.wide_gradient)
         return batch, [self._rules[slot] for slot in slots]
 
     def finish(self) -> None:
