@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = (0, 1, 2, 3, "auto")
 STAGE_3_ONLY = ("keep", "prefetch")
+OFFLOAD_DEPENDS_ON = ("stage", "precision", "clip_grad_norm")
 EMPTY: Literal["empty"] = "empty"
 LONGEST_STALL = 365.0 * 24 * 3600
 
@@ -307,8 +308,8 @@ class Offload:
             )
         if precision.accumulate is not torch.float32:
             raise ValueError(
-                f"precision.accumulate={precision.accumulate} has no effect with offload=, where micro-batches add up in "
-                "fp32; leave it out"
+                f"precision.accumulate={precision.accumulate} has no effect with offload=, where micro-batches add up "
+                "in fp32; leave it out"
             )
         if precision.cast_on_gather:
             raise ValueError("precision.cast_on_gather casts from a master on the device; leave it out with offload=")
@@ -432,12 +433,25 @@ def problems(options: Mapping[str, object], path: str) -> list[str]:
     for name, value in options.items():
         if name in known:
             try:
-                replace(base, **{name: value})
+                # What an offload may ask for depends on these; what is wrong with them is said of them.
+                others = {n: options[n] for n in OFFLOAD_DEPENDS_ON if n in options and name == "offload"}
+                replace(base, **{name: value, **_valid(base, others)})
             except (ValueError, TypeError, RuntimeError) as error:
                 found.append(f"{path}.{name}: {error}")
             else:
                 if name in STAGE_3_ONLY and value is not None and stage in (0, 1, 2, "auto"):
                     found.append(f"{path}.{name}: {_without_effect(name, value, stage)}")
+    return found
+
+
+def _valid(base: Any, options: Mapping[str, object]) -> dict[str, object]:
+    found = {}
+    for name, value in options.items():
+        try:
+            replace(base, **{name: value})
+        except (ValueError, TypeError, RuntimeError):
+            continue
+        found[name] = value
     return found
 
 

@@ -143,7 +143,7 @@ def compare_with_device(stage: int) -> None:
     for offload in (None, "cpu", Offload(blocking=True)):
         model = net(width=96)
         options = {"device": "cuda:0", "stage": stage, "precision": "bf16", "clip_grad_norm": 0.5, "offload": offload}
-        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
         for step in range(4):
             model(batch(step).cuda()).float().square().mean().backward()
             optimizer.step()
