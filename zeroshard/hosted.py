@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ class HostUpdate:
         optimizer: torch.optim.Optimizer,
         rank: int,
         group_of: Callable[[Flat, MasterPiece], dict[str, Any]],
-        state: dict[Tensor, dict[str, Any]],
+        state: defaultdict[Tensor, dict[str, Any]],
     ) -> None:
         self.flats = [flat for flat in flats if flat.host is not None]
         self.pipeline, self._rank = pipeline, rank
@@ -39,6 +40,7 @@ class HostUpdate:
         self._moments = moment_names(optimizer)
         self._counts: dict[Tensor, int] = {}
         """Steps that each piece has made."""
+        self._delaying = False
         self._micro_batches = 1
         """Backward passes that made up the last step."""
         self._frozen: list[dict[str, Any]] | None = None
@@ -57,8 +59,15 @@ class HostUpdate:
             if host.held and self._micro_batches == 1:
                 host.held = False
                 host.receive(gradient, flat.expect_update())
-            else:
-                host.receive(gradient)
+                return True
+            if self._delaying and self._micro_batches == 1 and host.received:
+                self._micro_batches = host.received + 1
+                warnings.warn(
+                    "offload.delayed_update_after: this step has more micro-batches than the one before, so the later "
+                    "ones ran on newer parameters than the first; this happens once",
+                    stacklevel=2,
+                )
+            host.receive(gradient)
             return True
         host.check_not_updated()
         if not gradient_of(flat).complete or gradient_of(flat).present:
@@ -71,14 +80,15 @@ class HostUpdate:
 
     def _update_early(self, flat: Flat, gradient: Tensor) -> None:
         host = _host_of(flat)
-        host.update_early(gradient, self._rules(flat, range(len(flat.parameters))), flat.expect_update())
+        host.update_early(gradient, self._rules(flat, [True] * len(flat.parameters)), flat.expect_update())
 
     # -- in step() ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Before a step: parameters that no forward asked for are brought where they belong."""
+        """Before a step: parameters that no forward asked for since the last one are brought where they belong."""
         for flat in self.flats:
-            flat.wait_if_whole()
+            if not gradient_of(flat).present:
+                flat.wait_if_whole()
 
     def update(self, order: list[Flat], step: int) -> None:
         """Updates all flats that have a gradient, in the order in which the next forward needs them.
@@ -87,6 +97,7 @@ class HostUpdate:
         """
         after = self._options.delayed_update_after
         delayed = after is not None and step > after
+        self._delaying = delayed
         self.publish_held()  # of units that got no gradient since, or several
         self._micro_batches = max([1, *(_host_of(flat).received for flat in self.flats)])
         self._check_settings()
@@ -107,29 +118,24 @@ class HostUpdate:
             self.pipeline.wait()
 
     def _update_all(self, flats: list[Flat], delayed: bool) -> None:
-        tasks = []
+        publications = [None if delayed else flat.expect_update() for flat in flats]
+        over = self.pipeline.now()
         factors: dict[Tensor | None, Factor] = {}
-        for flat in flats:
+        for index, (flat, publication) in enumerate(zip(flats, publications, strict=True)):
             gradient = gradient_of(flat)
             held, value = gradient.take_for_host()
             assert held is None, "delivered in backward"
             if value not in factors:
                 factors[value] = Factor(value)
-            rules = self._rules(flat, [index for index, used in enumerate(gradient.used) if used])
-            tasks.append((_host_of(flat), rules, factors[value], None if delayed else flat.expect_update()))
-        over = self.pipeline.now()
-        following = deque(host for host, *_ in tasks)
-        for host, rules, factor, publication in tasks:
-            following.popleft()
-            host.update(rules, factor, over, publication, following[0] if following else None)
+            following = _host_of(flats[index + 1]) if index + 1 < len(flats) else None
+            _host_of(flat).update(self._rules(flat, gradient.used), factors[value], over, publication, following)
 
     def _update_late(self, flat: Flat) -> None:
         gradient = gradient_of(flat)
         held, _ = gradient.take_for_host()
         assert held is not None
-        rules = self._rules(flat, [index for index, used in enumerate(gradient.used) if used])
         host = _host_of(flat)
-        host.update_early(held, rules, flat.expect_update())
+        host.update_early(held, self._rules(flat, gradient.used), flat.expect_update())
         host.acknowledge()
 
     def _settings(self) -> list[dict[str, Any]]:
@@ -150,24 +156,30 @@ class HostUpdate:
 
     # -- rules and states -----------------------------------------------------------------------------------------
 
-    def _rules(self, flat: Flat, slots: Iterable[int]) -> dict[int, Rule]:
-        """This step's rule for the given parameters, of those that this rank has a piece of."""
+    def _rules(self, flat: Flat, used: Sequence[bool]) -> dict[int, Rule]:
+        """This step's rule for the parameters in use, of those that this rank has a piece of."""
         rules: dict[int, Rule] = {}
-        wanted = set(slots)
+        made: dict[tuple[int, int], Rule] = {}  # pieces of one group have mostly made as many steps
         for piece in flat.pieces:
-            if piece.slot in wanted:
+            if used[piece.slot]:
                 count = self._counts[piece.tensor] = self._counts.get(piece.tensor, 0) + 1
-                rules[piece.slot] = rule_of(self._optimizer, self._group_of(flat, piece), count)
-                self._show_state(flat, piece, count)
+                group = self._group_of(flat, piece)
+                key = (id(group), count)
+                if key not in made:
+                    made[key] = rule_of(self._optimizer, group, count)
+                rules[piece.slot] = made[key]
+                if count == 1:
+                    self._show_moments(flat, piece)
         return rules
 
-    def _show_state(self, flat: Flat, piece: MasterPiece, count: int) -> None:
-        state = self._state.setdefault(piece.tensor, {})
-        if not state:
-            for name in self._moments:
-                state[name] = self._moment(flat, piece, name)
-        if self._moments == ("exp_avg", "exp_avg_sq"):
-            state["step"] = torch.tensor(float(count))
+    def _show_moments(self, flat: Flat, piece: MasterPiece) -> None:
+        self._state[piece.tensor].update({name: self._moment(flat, piece, name) for name in self._moments})
+
+    def show_steps(self) -> None:
+        """Brings the step numbers in the optimizer's state up to date, which no update needs."""
+        if "exp_avg" in self._moments:
+            for piece, count in self._counts.items():
+                self._state[piece]["step"] = torch.tensor(float(count))
 
     def _moment(self, flat: Flat, piece: MasterPiece, name: str) -> Tensor:
         return _host_of(flat).states.tensors[name][piece.offset :][: piece.tensor.numel()]
@@ -177,7 +189,7 @@ class HostUpdate:
         count = int(state.get("step", 1 if state.get("momentum_buffer") is not None else 0))
         if count:
             self._counts[piece.tensor] = count
-            self._show_state(flat, piece, count)
+            self._show_moments(flat, piece)
         for name in self._moments:
             value = state.get(name)
             if value is not None:

@@ -125,6 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """By piece, what the optimizer keeps. Waits for updates on the host."""
         if self._host is not None:
             self._host.pipeline.wait()
+            self._host.show_steps()
         return self._state
 
     @state.setter
@@ -392,8 +393,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine: dict[int, dict[str, Any]] = {}
         parts: dict[str, list[tuple[int, Tensor]]] = {}
         master = flat.master if flat.separate_master else None
+        known = self.state
         for piece in flat.pieces:
-            state = dict(self.state.get(piece.tensor, {}))
+            state = dict(known.get(piece.tensor, {}))
             if master is not None:
                 state[MASTER] = master[piece.offset :][: piece.tensor.numel()]
             if state:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .. import compat
+from .. import compat, machine
 from ..config import Offload
 from ..observe import trace
 from .arena import Arena, aligned
@@ -105,8 +105,9 @@ class Task(Protocol):
 class Pipeline:
     """The two threads, the kernel's pool and the streams of one sharded model."""
 
-    def __init__(self, options: Offload, device: torch.device, *, norms: bool) -> None:
-        self.options, self.device = options, device
+    def __init__(self, options: Offload, device: torch.device, *, norms: bool, local_ranks: int = 1) -> None:
+        self.options, self.device, self.local_ranks = options, device, local_ranks
+        self._sums_expected = False
         self.norms = norms
         """Whether a step will ask for the norm, so that it is found on the way."""
         self.pool = Pool(options.threads or _default_threads(device))
@@ -171,6 +172,20 @@ class Pipeline:
         event = torch.cuda.Event(blocking=True)  # a thread that spins on it would take a core from the update
         event.record()
         return event
+
+    def expect_sums(self) -> None:
+        """A second micro-batch comes: there must be room for sums in fp32."""
+        if self._sums_expected:
+            return
+        needed = 4 * sum(states.numel for states in self.states if states.trained)
+        available = machine.available_memory() // self.local_ranks
+        if needed > available:
+            raise ValueError(
+                f"offload: adding up micro-batches takes {needed / 2**30:.2f} GiB of host memory more, but "
+                f"{available / 2**30:.2f} GiB are available; use larger micro-batches and one a step, or "
+                "zeroshard.no_sync(model), which adds them up on the device"
+            )
+        self._sums_expected = True
 
     def admit(self) -> None:
         """Waits until one more gradient may wait on the device."""

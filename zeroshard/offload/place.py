@@ -93,7 +93,7 @@ def _check_dtype(flat: Flat) -> None:
 
 def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
     needed = pipeline.bytes
-    share = _local_ranks(fabric)
+    share = pipeline.local_ranks
     available = machine.available_memory() // share
     source = "available" if share == 1 else f"available to each of {share} ranks on this host"
     if options.host_memory is not None and options.host_memory < available:

@@ -106,6 +106,8 @@ class HostShard:
         """Takes an averaged gradient from the device; with it goes what a delayed update has made."""
         self.check_not_updated()
         pipeline = self._pipeline
+        if self.received:
+            pipeline.expect_sums()
         pipeline.admit()
         self.received += 1
         if gradient.dtype is self.states.dtype and self.received == 1 and pipeline.norms:
