@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -323,6 +323,15 @@ class HostShard:
         output = self.states.output(slot)
         return self.states.stored if output is None else output
 
+    def complete(self, output: Tensor, updated: Container[int]) -> None:
+        """All of an output is published, also of parameters that no update wrote: there it holds their gradients."""
+        states = self.states
+        if output is states.stored or states.split:
+            return
+        for piece in states.pieces:
+            if piece.slot not in updated:
+                states.part(output, piece).copy_(round_to(states.part(states.stored, piece), states.dtype))
+
     def batch(
         self, gradient: Tensor, output: Tensor, used: tuple[int, ...], instead: Tensor | None = None
     ) -> tuple[Batch, list[int]]:
@@ -406,6 +415,7 @@ class _Update:
     def finish(self) -> None:
         """Publishes, and gives the buffers back."""
         assert self._output is not None
+        self._shard.complete(self._output, self._rules)
         sent = None
         if self._place is None:
             self._shard.empty()
