@@ -13,20 +13,33 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from zeroshard.config import DTYPES
 from zeroshard.machine import ensure_bf16_matmul, usable_cores
-from zeroshard.train.job import DEFAULT_PRESET, DEVICES, Job, load_job, parse_override, presets
+from zeroshard.train.job import (
+    DEFAULT_PRESET,
+    DEVICES,
+    NONE,
+    OFFLOAD_TO_HOST,
+    Job,
+    load_job,
+    parse_override,
+    presets,
+    resolve_device,
+)
 from zeroshard.train.launch import Nodes, launch, under_torchrun
-from zeroshard.train.loop import resolve_device, train
+from zeroshard.train.loop import train
+from zeroshard.train.observer import LEAST_STEPS_TO_TRACE
 
 DESCRIPTION = """\
 Train a GPT from a TOML configuration: by default a byte-level one on the source files of
 Python's standard library, in stage 3, on all GPUs or on two CPU ranks. Evaluates on
-held-out files, saves the weights as safetensors, samples from them, and sets memory and
-volume beside the ZeRO paper's formulas.
+held-out files, saves the weights as safetensors, samples from them, and sets memory,
+volume and, with --offload, traffic between host and device beside the papers' formulas.
 """
 EXAMPLES = """\
 examples:
   zeroshard train                                  the default: 10M parameters, about two minutes on two cores
   zeroshard train --stage 1 --steps 50             another stage, fewer steps
+  zeroshard train --offload cpu                    gradients and optimizer states in host memory
+  zeroshard train --offload cpu --trace step.json  and a timeline of three steps, for ui.perfetto.dev
   zeroshard train my.toml --set train.lr=3e-4      a configuration of your own, one value changed
   zeroshard train --list                           the presets
 
@@ -57,13 +70,26 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--stage", type=_stage, metavar="{0,1,2,3,auto}", help="ZeRO stage; short for --set shard.stage=N"
     )
+    parser.add_argument(
+        "--offload",
+        choices=(OFFLOAD_TO_HOST, NONE),
+        help="gradients and optimizer states live in host memory; short for --set shard.offload=cpu. Its options: "
+        "--set shard.offload.moments=bf16 and so on",
+    )
     parser.add_argument("--precision", choices=DTYPES, help="by default fp32 on CPU, bf16 on GPU")
     parser.add_argument("--device", choices=DEVICES, help="auto takes the GPUs where there are some")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="change one value; may be repeated"
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="change one value; none takes it away; may be repeated",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where weights go (default: runs/NAME)")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a timeline of a few steps of rank 0, for ui.perfetto.dev"
+    )
     nodes = parser.add_argument_group("ranks and nodes")
     nodes.add_argument(
         "--ranks", type=int, metavar="N", help="ranks on this node (default: one for each GPU, or two on CPU)"
@@ -86,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         job = load_job(arguments.config, _overrides(arguments))
         device = resolve_device(job.train.device)
         ranks, nodes = _ranks(arguments.ranks, device), _nodes(arguments)
+        _check_trace(arguments.trace, job)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":  # said once, however many ranks notice
             print(f"zeroshard train: {error}", file=sys.stderr)
@@ -93,15 +120,15 @@ def run(arguments: argparse.Namespace) -> int:
     if device == "cpu" and (message := ensure_bf16_matmul()):
         print(f"zeroshard train: {message}")  # the ranks inherit it
     if under_torchrun():
-        return _be_a_rank(job, arguments.out or Path("runs") / job.name)
+        return _be_a_rank(job, arguments.out or Path("runs") / job.name, arguments.trace)
     return launch(ranks, nodes, arguments.argv)
 
 
-def _be_a_rank(job: Job, out: Path) -> int:
+def _be_a_rank(job: Job, out: Path, trace_file: Path | None) -> int:
     # Ctrl-C ends a rank at once, even inside a collective, and without a traceback from each of them.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        record(train)(job, out)
+        record(train)(job, out, trace_file)
     except Exception:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # otherwise recorded there, and told by whoever started us
             traceback.print_exc()
@@ -117,6 +144,8 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
         "train.steps": arguments.steps,
     }
     given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
+    if arguments.offload is not None:
+        given["shard.offload"] = None if arguments.offload == NONE else arguments.offload
     return given | dict(parse_override(text) for text in arguments.set)
 
 
@@ -132,6 +161,18 @@ def _ranks(asked: int | None, device: str) -> int:
     if asked is not None and asked > gpus:
         raise ValueError(f"--ranks {asked}: this machine has {gpus} GPU(s), and each rank needs its own")
     return asked or gpus
+
+
+def _check_trace(file: Path | None, job: Job) -> None:
+    if file is None:
+        return
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ValueError(f"--trace {file}: {'is a folder' if file.is_dir() else 'its folder does not exist'}")
+    if job.train.steps < LEAST_STEPS_TO_TRACE:
+        raise ValueError(
+            f"--trace: of {job.train.steps} step(s) none has settled; use at least {LEAST_STEPS_TO_TRACE} "
+            "(--steps, train.steps)"
+        )
 
 
 def _nodes(arguments: argparse.Namespace) -> Nodes:
@@ -155,7 +196,9 @@ def _list_presets() -> int:
     for job in sorted(jobs, key=lambda job: job.model.parameters):
         billions = job.model.parameters / 1e9
         size = f"{billions:.1f}B" if billions > 1 else f"{1000 * billions:.1f}M"
-        print(f"{job.name:14} {size:>7}  {job.model.layers} layers of {job.model.hidden}, stage {job.shard['stage']}")
+        offload = ", offload cpu" if "offload" in job.shard else ""
+        shape = f"{job.model.layers} layers of {job.model.hidden}"
+        print(f"{job.name:14} {size:>7}  {shape}, stage {job.shard['stage']}{offload}")
     return 0
 
 

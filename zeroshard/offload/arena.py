@@ -59,4 +59,5 @@ def _pin(block: Tensor) -> None:
 
 
 def _unpin(block: Tensor) -> None:
+    torch.cuda.synchronize()  # a copy may still read it
     torch.cuda.cudart().cudaHostUnregister(block.data_ptr())

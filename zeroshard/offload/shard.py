@@ -49,6 +49,12 @@ class HostShard:
     def rest_at(self, target: Tensor | None, norm_part: slice) -> None:
         """Where published parameters go (None: they rest here), and which part of the gradient counts for the norm."""
         self._target, self._norm_part = target, norm_part
+        if target is not None and target.is_cuda:
+            # Who frees the model may do so while the last update is still on its way into it: no one is left then to
+            # hold it or wait, so the allocator must know.
+            for stream in (self._pipeline.up, self._pipeline.down):
+                assert stream is not None
+                target.record_stream(stream)
 
     def adopt(self, values: Tensor) -> None:
         """Takes values as the master's. Rounded where they are: a device does that faster."""

@@ -16,12 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol, TypeVar
 
+import torch
+
 from zeroshard import config as shard_config
 from zeroshard.train.data import DataConfig
 from zeroshard.train.gpt import ModelConfig
 
 DEFAULT_PRESET: Final = "stdlib-10m"
 DEVICES: Final = ("auto", "cpu", "cuda")
+OFFLOAD_TO_HOST: Final = "cpu"  # stands for an offload with the default of every option
+NONE: Final = "none"  # on the command line: no value, so that the default holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,13 @@ class Job:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     shard: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """Keyword options of `zeroshard.shard`, as the file gives them."""
+    """Keyword options of `zeroshard.shard`, as the file gives them, with a precision where it gives none."""
+
+    @property
+    def precision(self) -> str:
+        """The parameters' precision by name: "bf16", "fp16" or "fp32"."""
+        dtype = shard_config.Precision.parse(self.shard["precision"]).parameters
+        return next((name for name, known in shard_config.DTYPES.items() if known is dtype), "fp32")
 
 
 class JobError(ValueError):
@@ -99,7 +109,8 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
 
     Args:
         source: a path to a TOML file, or the name of a preset.
-        overrides: values by key path, for example `{"train.lr": 1e-3}`, that replace those of the file.
+        overrides: values by key path, for example `{"train.lr": 1e-3}` or `{"shard.offload.moments": "bf16"}`, that
+            replace those of the file; None takes a key away.
 
     Raises:
         JobError: naming every unknown key, wrong type and impossible value at once.
@@ -114,20 +125,23 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
         raise JobError(source, [f"not TOML: {error}"]) from None
     problems = _override(tables, overrides)
     problems += _unknown(tables, [entry.name for entry in fields(Job) if entry.name != "name"], "")
-    shard = _mapping(tables, "shard", problems)
+    model = _read_table(ModelConfig, tables, "model", problems)
+    data = _read_table(DataConfig, tables, "data", problems)
+    train = _read_table(TrainConfig, tables, "train", problems)
+    shard = {"precision": _default_precision(train.device), **_mapping(tables, "shard", problems)}
     problems += shard_config.problems(shard, "shard")
     if "device" in shard:
         problems.append("shard.device: every rank has its own here; say train.device = 'cpu' or 'cuda'")
-    job = Job(
-        name=file.stem,
-        model=_read_table(ModelConfig, tables, "model", problems),
-        data=_read_table(DataConfig, tables, "data", problems),
-        train=_read_table(TrainConfig, tables, "train", problems),
-        shard=MappingProxyType(shard),
-    )
     if problems:
         raise JobError(source, problems)
-    return job
+    return Job(name=file.stem, model=model, data=data, train=train, shard=MappingProxyType(shard))
+
+
+def resolve_device(device: str) -> str:
+    """Return "cpu" or "cuda" for a job's `train.device`."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
 
 
 def presets() -> dict[str, Path]:
@@ -139,6 +153,8 @@ def presets() -> dict[str, Path]:
 def parse_override(text: str) -> tuple[str, object]:
     """Read `key=value` from the command line, the value as TOML or, where it is none, as a plain string.
 
+    `none` stands for None, which takes the key away.
+
     >>> parse_override("train.lr=1e-3"), parse_override("shard.precision=bf16")
     (('train.lr', 0.001), ('shard.precision', 'bf16'))
     """
@@ -148,7 +164,7 @@ def parse_override(text: str) -> tuple[str, object]:
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
+        return key.strip(), None if value.strip() == NONE else value.strip()
 
 
 class _Table(Protocol):
@@ -191,16 +207,35 @@ def _convert(value: object, kind: object) -> object:
     return value
 
 
+def _default_precision(device: str) -> str:
+    return "bf16" if resolve_device(device) == "cuda" else "fp32"
+
+
 def _override(tables: dict[str, object], overrides: Mapping[str, object]) -> list[str]:
     problems = []
     for path, value in overrides.items():
-        name, _, key = path.partition(".")
-        table = tables.setdefault(name, {}) if key else None
-        if isinstance(table, dict):
-            table[key] = value
-        else:
+        *names, key = path.split(".")
+        table = _table_at(tables, names)
+        if not names or not key or table is None:
             problems.append(f"{path}: an override names a table and a key, for example train.lr=1e-3")
+        elif value is None:
+            table.pop(key, None)
+        else:
+            table[key] = value
     return problems
+
+
+def _table_at(tables: dict[str, object], names: Iterable[str]) -> dict[str, object] | None:
+    """Return the table that a path leads to, made where it is missing; None if something else is there."""
+    here = tables
+    for name in names:
+        inner = here.setdefault(name, {})
+        if (name, inner) == ("offload", OFFLOAD_TO_HOST):
+            inner = here[name] = {}
+        if not isinstance(inner, dict):
+            return None
+        here = inner
+    return here
 
 
 def _mapping(tables: Mapping[str, object], name: str, problems: list[str]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from zeroshard.observe.ledger import Stats
 from zeroshard.train.progress import StepReport, TrainingProgress
-from zeroshard.train.summary import Outcome, StateBytes
+from zeroshard.train.summary import Offloaded, Outcome, StateBytes
 
 
 class Stopwatch:
@@ -85,12 +85,13 @@ class Journal:
                 step=step,
                 loss=loss,
                 tokens_per_second=self.tokens_per_second,
-                memory=_state_bytes(stats),
+                memory=_at_step(stats),
+                host_memory=None if stats.host_memory is None else StateBytes.of(stats.host_memory),
                 volume=self.volume,
             )
         )
 
-    def outcome(self, *, stage: int, world: int, precision: str) -> Outcome:
+    def outcome(self, *, stage: int, world: int, precision: str, offloaded: Offloaded | None) -> Outcome:
         """Return what the closing table shows."""
         assert self.stats is not None, "the first step has a report"
         return Outcome(
@@ -98,7 +99,8 @@ class Journal:
             stage=stage,
             world=world,
             precision=precision,
-            measured=_state_bytes(self.stats),
+            measured=_at_step(self.stats),
+            offloaded=offloaded,
             volume=self.volume,
             kept=self.stats.kept_parameters / self.stats.padded_parameters,
             first_loss=self.losses[0],
@@ -109,7 +111,6 @@ class Journal:
         )
 
 
-def _state_bytes(stats: Stats) -> StateBytes:
-    memory = stats.memory_at_step
-    assert memory is not None, "a step has been made"
-    return StateBytes(memory.parameters, memory.gradients, memory.optimizer_states)
+def _at_step(stats: Stats) -> StateBytes:
+    assert stats.memory_at_step is not None, "a step has been made"
+    return StateBytes.of(stats.memory_at_step)

@@ -13,8 +13,9 @@ import zeroshard
 from zeroshard.machine import usable_cores
 from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT, sample
-from zeroshard.train.job import Job
+from zeroshard.train.job import Job, resolve_device
 from zeroshard.train.journal import Journal
+from zeroshard.train.observer import Observer
 from zeroshard.train.progress import rank_zero_console, say
 from zeroshard.train.summary import closing_table
 from zeroshard.train.weights import load_weights, save_weights
@@ -48,13 +49,12 @@ class Rank:
         return total.item() / self.world
 
 
-def train(job: Job, out: Path) -> None:
-    """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this."""
+def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
+    """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this; rank 0 is traced."""
     here = Rank.from_environment(job.train.device)
     console = rank_zero_console(here.rank)
     corpus = Corpus.read(job.data)
-    options = {"precision": "fp32" if here.device.type == "cpu" else "bf16", **job.shard, "device": here.device}
-    say(console, _headline(job, here, str(options["precision"]), corpus))
+    say(console, _headline(job, here, corpus))
 
     torch.manual_seed(job.train.seed)
     with torch.device("meta"):  # never whole anywhere: shard() initialises it unit by unit
@@ -62,26 +62,32 @@ def train(job: Job, out: Path) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         parameter_groups(model, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95)
     )
-    model, optimizer = zeroshard.shard(model, optimizer, **options)
+    model, optimizer = zeroshard.shard(model, optimizer, **job.shard, device=here.device)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_share(step, job.train.steps, round(job.train.warmup * job.train.steps))
     )
 
     shape = {"batch": job.train.batch, "sequence": job.model.sequence}
-    with Journal(job.train.steps, here.world * job.train.batch * job.model.sequence, console) as journal:
+    observer = Observer(model, job.train, trace_file if here.rank == 0 else None)
+    with observer, Journal(job.train.steps, here.world * job.train.batch * job.model.sequence, console) as journal:
         journal.evaluated(0, evaluate(model, job, corpus, here))
         for step in range(1, job.train.steps + 1):
             batch = corpus.training_batch(seed=job.train.seed, step=step, rank=here.rank, **shape).to(here.device)
+            observer.begin(step)
             loss = model(batch.tokens, batch.targets)
             loss.backward()
+            observer.before_update(step)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+            observer.end(step)
             journal.stepped()
 
             last = step == job.train.steps
             if step == 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
                 journal.report(step, here.mean(loss), zeroshard.stats(model))
+            if last:
+                zeroshard.synchronize(model)  # a delayed update is still to come
             if step % job.train.evaluate_every == 0 or last:
                 with journal.stopwatch.paused():
                     journal.evaluated(step, evaluate(model, job, corpus, here))
@@ -93,17 +99,14 @@ def train(job: Job, out: Path) -> None:
         dist.destroy_process_group()
     if here.rank != 0:
         return
-    del model, optimizer, scheduler, loss  # room for the sample
+    offloaded, traced = observer.offloaded, observer.told()
+    del model, optimizer, scheduler, loss, observer  # room for the sample
+    if traced is not None:
+        say(console, traced)
     say(console, f"saved {save_weights(out, job.model, weights)}")
     say(console, _sampled_text(job, out, here.device))
-    console.print(closing_table(journal.outcome(stage=stage, world=here.world, precision=str(options["precision"]))))
-
-
-def resolve_device(device: str) -> str:
-    """Return "cpu" or "cuda" for a job's `train.device`."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+    outcome = journal.outcome(stage=stage, world=here.world, precision=job.precision, offloaded=offloaded)
+    console.print(closing_table(outcome))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -159,11 +162,12 @@ def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
     return "a sample from the saved weights:\n" + "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _headline(job: Job, here: Rank, precision: str, corpus: Corpus) -> str:
+def _headline(job: Job, here: Rank, corpus: Corpus) -> str:
     kind = "GPU" if here.device.type == "cuda" else "CPU"
+    offload = ", offload cpu" if "offload" in job.shard else ""
     return (
         f"{job.name}: {job.model.parameters / 1e6:,.1f}M parameters, {job.train.steps} steps of {here.world} × "
-        f"{job.train.batch} × {job.model.sequence} bytes, {precision}, {here.world} {kind} rank(s)\n"
+        f"{job.train.batch} × {job.model.sequence} bytes, {job.precision}{offload}, {here.world} {kind} rank(s)\n"
         f"corpus: {corpus.files:,} files, {len(corpus.training) / 1e6:.1f} MB to train on, "
         f"{len(corpus.held_out) / 1e6:.1f} MB held out"
     )

@@ -22,6 +22,8 @@ class StepReport:
     tokens_per_second: float | None
     """None until a step was timed."""
     memory: StateBytes
+    host_memory: StateBytes | None = None
+    """With offload, what of them is on the host; `memory` is then what is on the device."""
     volume: float | None
     """Elements communicated in a step, in Ψ; None until a step was measured."""
 
@@ -29,11 +31,18 @@ class StepReport:
         parts = [f"loss {self.loss:.3f}"]
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        parameters, gradients, states = (f"{number / 1e6:.1f}" for number in self.memory)
-        parts.append(f"parameters {parameters}, gradients {gradients}, optimizer states {states} MB")
+        if self.host_memory is None:
+            parts.append(_by_kind(self.memory))
+        else:
+            parts += [f"device: {_by_kind(self.memory)}", f"host: {_by_kind(self.host_memory)}"]
         if self.volume is not None:
             parts.append(f"volume {self.volume:.2f} Ψ")
         return " · ".join(parts)
+
+
+def _by_kind(memory: StateBytes) -> str:
+    parameters, gradients, states = (f"{number / 1e6:.1f}" for number in memory)
+    return f"parameters {parameters}, gradients {gradients}, optimizer states {states} MB"
 
 
 class TrainingProgress:

@@ -1,14 +1,22 @@
-"""The closing table: what this rank measured beside what the ZeRO paper says it should be (sections 5 and 7)."""
+"""The closing table: what this rank measured beside what the papers say it should be."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from rich.table import Table
 
-from zeroshard.config import Extent, state_table
-
-MOMENTS = 8  # bytes a parameter: Adam's momentum and variance in fp32
-MASTER = 4  # bytes a parameter: the fp32 copy behind 16-bit parameters
+from zeroshard.config import state_table
+from zeroshard.observe.ledger import Memory
+from zeroshard.train.paper import (
+    OnHost,
+    PaperRow,
+    paper_memory,
+    paper_offload_memory,
+    paper_traffic,
+    paper_volume,
+    shared_by,
+)
 
 
 class StateBytes(NamedTuple):
@@ -17,6 +25,23 @@ class StateBytes(NamedTuple):
     parameters: int
     gradients: int
     optimizer_states: int
+
+    @classmethod
+    def of(cls, memory: Memory) -> Self:
+        """Return what the papers count of the memory in one place."""
+        return cls(memory.parameters, memory.gradients, memory.optimizer_states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloaded:
+    """What a run with offload measured in a step during which the host was waited for."""
+
+    on_host: OnHost
+    device: StateBytes
+    """Between backward and step, when all gradients have landed."""
+    host: StateBytes
+    traffic: int | None
+    """Bytes that crossed between host and device; None if the step shared its count with an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +55,8 @@ class Outcome:
     precision: str
     measured: StateBytes
     """Between the last backward and its step."""
+    offloaded: Offloaded | None = None
+    """None if everything is on the device."""
     volume: float | None
     """Of a step, in Ψ; None if every step shared its count with an evaluation."""
     kept: float
@@ -42,63 +69,24 @@ class Outcome:
     """None after a single step."""
 
 
-class PaperRow(NamedTuple):
-    """The paper's bytes of one kind of state: so many a parameter, divided by so many ranks."""
-
-    kind: str
-    per_parameter: int
-    divisor: int
-
-    def __str__(self) -> str:
-        return f"{self.per_parameter}Ψ" + (f"/{self.divisor}" if self.divisor > 1 else "")
-
-    def bytes(self, parameters: int) -> float:
-        """Return the row's bytes for a model of so many parameters."""
-        return self.per_parameter * parameters / self.divisor
-
-
-def paper_memory(stage: int, world: int, precision: str) -> list[PaperRow]:
-    """Return the paper's bytes per rank with Adam, by kind (ZeRO, section 5 and figure 1).
-
-    >>> sum(row.bytes(7_500_000_000) for row in paper_memory(stage=2, world=64, precision="bf16")) / 1e9
-    16.640625
-    """
-    table = state_table(stage, world)
-    size = 4 if precision == "fp32" else 2
-    states = MOMENTS if precision == "fp32" else MOMENTS + MASTER
-    return [
-        PaperRow(kind, per_parameter, world if at_rest.extent is Extent.SHARD else 1)
-        for kind, per_parameter, at_rest in (
-            ("parameters", size, table.parameters),
-            ("gradients", size, table.gradients),
-            ("optimizer states", states, table.optimizer),
-        )
-    ]
-
-
-def paper_volume(stage: int, world: int, kept: float) -> tuple[float, str]:
-    """Return the paper's volume of a step in Ψ, and how it is written (ZeRO, section 7)."""
-    if world == 1:
-        return 0.0, "one rank: 0"
-    return (2.0, "2Ψ") if stage < 3 else (3.0 - kept, "3Ψ − Ψ_kept")
-
-
 def closing_table(outcome: Outcome) -> Table:
     """Lay out a run's outcome for a terminal."""
+    offload = "" if outcome.offloaded is None else "offload cpu · "
     table = Table(
-        title=f"stage {outcome.stage} · {outcome.world} ranks · {outcome.precision} · "
+        title=f"stage {outcome.stage} · {outcome.world} ranks · {outcome.precision} · {offload}"
         f"Ψ = {outcome.parameters / 1e6:,.1f}M parameters",
         title_justify="left",
+        caption_justify="left",
     )
     table.add_column("per rank")
     table.add_column("measured", justify="right")
     table.add_column("paper", justify="right")
     table.add_column("formula")
-    rows = paper_memory(outcome.stage, outcome.world, outcome.precision)
-    for row, measured in zip(rows, outcome.measured, strict=True):
-        table.add_row(f"{row.kind}, MB", _mb(measured), _mb(row.bytes(outcome.parameters)), str(row))
-    expected = sum(row.bytes(outcome.parameters) for row in rows)
-    table.add_row("all model states, MB", _mb(sum(outcome.measured)), _mb(expected))
+    if outcome.offloaded is None:
+        rows = paper_memory(outcome.stage, outcome.world, outcome.precision)
+        _add_memory(table, outcome.parameters, rows, outcome.measured)
+    else:
+        _add_both_places(table, outcome, outcome.offloaded)
     volume, written = paper_volume(outcome.stage, outcome.world, outcome.kept)
     counted = "–" if outcome.volume is None else f"{outcome.volume:.3f}"
     table.add_row("volume per step, Ψ", counted, f"{volume:.3f}", written, end_section=True)
@@ -109,6 +97,33 @@ def closing_table(outcome: Outcome) -> Table:
     ):
         table.add_row(name, text)
     return table
+
+
+def _add_both_places(table: Table, outcome: Outcome, offloaded: Offloaded) -> None:
+    on_host = offloaded.on_host
+    paper = paper_offload_memory(outcome.stage, outcome.world, outcome.precision, on_host)
+    _add_memory(table, outcome.parameters, paper.device, offloaded.device, "device")
+    _add_memory(table, outcome.parameters, paper.host, offloaded.host, "host")
+    traffic, written = paper_traffic(outcome.precision, on_host, outcome.kept)
+    counted = "–"
+    if offloaded.traffic is not None:
+        ranks = shared_by(state_table(outcome.stage, outcome.world).optimizer.extent, outcome.world)
+        counted = f"{offloaded.traffic * ranks / outcome.parameters:.3f}"
+    table.add_row("traffic, bytes a parameter", counted, f"{traffic:.3f}", written)
+    symbols = {term.symbol: term.share for row in (*paper.device, *paper.host) for term in row.terms}
+    shares = [f"{symbol} = {share:.3f} Ψ" for symbol, share in symbols.items() if symbol != "Ψ"]
+    table.caption = " · ".join(shares) or None
+
+
+def _add_memory(
+    table: Table, parameters: int, rows: Sequence[PaperRow], measured: StateBytes, place: str | None = None
+) -> None:
+    """Add a row for each kind of state and one for all of them together."""
+    before = "" if place is None else f"{place} "
+    for row, size in zip(rows, measured, strict=True):
+        table.add_row(f"{before}{row.kind}, MB", _mb(size), _mb(row.bytes(parameters)), str(row))
+    every = "all model states, MB" if place is None else f"all on the {place}, MB"
+    table.add_row(every, _mb(sum(measured)), _mb(sum(row.bytes(parameters) for row in rows)))
 
 
 def _mb(number: float) -> str:
