@@ -1,5 +1,6 @@
 """`zeroshard train` as a user runs it: real ranks, real files, from start to closing table."""
 
+import json
 import os
 import re
 import select
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from zeroshard.cli.main import main
 from zeroshard.train.job import load_job
 from zeroshard.train.weights import load_weights
 
@@ -79,6 +81,96 @@ def test_the_saved_weights_are_a_plain_model_that_was_trained(stage: int, runs: 
     model = load_weights(out, torch.device("cpu"))
     assert model.config == load_job("tiny").model
     assert "a sample from the saved weights:\n    import " in output
+
+
+OFFLOADED = {
+    "stage 2": ["--offload", "cpu", "--stage", "2", "--trace", "trace.json"],
+    "parameters on the host": [
+        "--set",
+        "shard.offload.parameters=cpu",
+        "--set",
+        "shard.offload.delayed_update_after=4",
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=OFFLOADED)
+def offloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    """A run with offload on two ranks: which, its output and its folder."""
+    folder = tmp_path_factory.mktemp("offloaded")
+    arguments = [text.replace("trace.json", str(folder / "trace.json")) for text in OFFLOADED[request.param]]
+    done = train(*arguments, "--precision", "bf16", "--ranks", "2", "--out", str(folder))
+    assert done.returncode == 0, done.stderr
+    return request.param, done.stdout, folder
+
+
+def test_with_offload_the_closing_table_measures_both_places_and_their_traffic(
+    offloaded: tuple[str, str, Path],
+) -> None:
+    way, output, _ = offloaded
+    cells = {row[0].strip(): row[1:] for row in (line.split("│")[1:-1] for line in output.splitlines()) if row}
+    kinds = ("parameters, MB", "gradients, MB", "optimizer states, MB")
+    rows = [f"{place} {kind}" for place in ("device", "host") for kind in kinds]
+    for kind in (*rows, "all on the device, MB", "all on the host, MB"):
+        measured, paper = (float(cell) for cell in cells[kind][:2])
+        assert measured == pytest.approx(paper, rel=0.01, abs=0.011), kind  # two decimals are shown
+    measured, paper = (float(cell) for cell in cells["traffic, bytes a parameter"][:2])
+    assert measured == pytest.approx(paper, rel=0.01)
+    formulas = [cells[row][2].strip() for row in rows]
+    if way == "stage 2":
+        assert formulas == ["2Ψ", "0", "0", "0", "2Ψ/2", "12Ψ/2"]
+        assert paper == 4
+    else:
+        assert formulas == ["0", "0", "0", "4Ψ/2", "2Ψ/2", "12Ψ/2"]
+        assert 4 < paper < 6
+
+
+def test_with_offload_a_run_learns_and_says_what_is_where(offloaded: tuple[str, str, Path]) -> None:
+    _, output, folder = offloaded
+    losses = held_out_losses(output)
+    assert losses[2] < losses[0] - 0.5
+    by_kind = r"parameters [\d.]+, gradients [\d.]+, optimizer states [\d.]+ MB"
+    assert re.search(rf"step 8/12 · .* · device: {by_kind} · host: {by_kind} · volume [\d.]+ Ψ", output)
+    assert "bf16, offload cpu, 2 CPU rank(s)" in output
+    assert (folder / "model.safetensors").exists()
+
+
+def test_a_trace_is_written_and_the_share_of_exposed_copies_told(offloaded: tuple[str, str, Path]) -> None:
+    way, output, folder = offloaded
+    told = re.search(r"traced steps 9 to 11 in (\S+): copies hidden by neither .* took ([\d.]+)% of the time", output)
+    assert (told is not None) == (folder / "trace.json").exists() == (way == "stage 2")
+    if told is not None:
+        assert Path(told[1]) == folder / "trace.json"
+        assert 0 <= float(told[2]) <= 100
+        assert {event["ph"] for event in json.loads(Path(told[1]).read_text())["traceEvents"]} == {"M", "X"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--set", "shard.offload.momets=bf16"], "shard.offload: offload.momets is unknown (did you mean 'moments'?)"),
+        (["--offload", "gpu"], "argument --offload: invalid choice: 'gpu'"),
+        (["--offload", "cpu", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json: its folder does not"),
+        (["--trace", "."], "--trace .: is a folder"),
+        (["--trace", "trace.json", "--steps", "3"], "--trace: of 3 step(s) none has settled; use at least 4"),
+    ],
+)
+def test_bad_input_is_told_before_anything_starts(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["train", "tiny", "--device", "cpu", *arguments])
+    except SystemExit as stopped:  # argparse's own
+        code = int(str(stopped.code))
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_list_of_presets_says_which_are_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["offload-13b"].endswith("65 layers of 4096, stage 2, offload cpu")
+    assert lines["zero-1.5b"].endswith("48 layers of 1600, stage 2")
 
 
 def test_stages_train_the_same_model(runs: dict[int, tuple[str, Path]]) -> None:

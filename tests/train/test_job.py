@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from zeroshard import Config, Offload
 from zeroshard.train.job import DEFAULT_PRESET, JobError, TrainConfig, load_job, parse_override, presets
 
 
@@ -69,7 +71,7 @@ def test_a_missing_table_has_the_defaults(tmp_path: Path) -> None:
     assert job.name == "job"
     assert job.train == TrainConfig(lr=1.0)
     assert isinstance(job.train.lr, float)
-    assert dict(job.shard) == {}
+    assert dict(job.shard) == {"precision": "bf16" if torch.cuda.is_available() else "fp32"}
 
 
 def test_a_table_that_is_none_is_named(tmp_path: Path) -> None:
@@ -117,6 +119,95 @@ def test_a_wrong_override_is_an_error_like_any_other() -> None:
     assert len(caught.value.problems) == 3
     with pytest.raises(ValueError, match="is not of the form"):
         parse_override("train.lr")
+
+
+OFFLOAD_OPTIONS = [
+    ("parameters", '"cpu"', "cpu"),
+    ("update_in_backward", "true", True),
+    ("delayed_update_after", "40", 40),
+    ("host_fraction", "0.5", 0.5),
+    ("host_fraction", '"auto"', "auto"),
+    ("moments", '"bf16"', torch.bfloat16),
+    ("split_master", "true", True),
+    ("threads", "2", 2),
+    ("host_memory", "1_000_000_000", 10**9),
+    ("seed", "7", 7),
+    ("blocking", "true", True),
+]
+
+
+@pytest.mark.parametrize(("option", "written", "value"), OFFLOAD_OPTIONS)
+def test_every_option_of_an_offload_works_from_a_file_and_from_the_command_line(
+    option: str, written: str, value: object, tmp_path: Path
+) -> None:
+    file = write(tmp_path, f"[shard]\nprecision = 'bf16'\n[shard.offload]\n{option} = {written}\n")
+    plain = written.strip('"')
+    overrides = dict(map(parse_override, ["shard.precision=bf16", f"shard.offload.{option}={plain}"]))
+    without_clipping = {"shard.clip_grad_norm": None}
+    jobs = [load_job(file), load_job("tiny", overrides | without_clipping)]
+    jobs.append(load_job("offload-1b", overrides | without_clipping | {"shard.stage": 3}))
+    for job in jobs:
+        offload = Config.parse(job.shard).offload
+        assert offload == Offload(**{option: value})
+
+
+def test_options_of_an_offload_add_up_and_none_takes_them_away() -> None:
+    def offload(*overrides: str) -> Offload | None:
+        return Config.parse(load_job("offload-1b", dict(map(parse_override, overrides))).shard).offload
+
+    assert offload() == Offload()
+    assert offload("shard.offload.split_master=true", "shard.offload.read_back=true") == Offload(
+        split_master=True, read_back=True
+    )
+    assert offload("shard.offload.host_fraction=auto", "shard.offload.device_memory=1000") == Offload(
+        host_fraction="auto", device_memory=1000
+    )
+    assert offload("shard.offload.seed=3", "shard.offload.seed=none") == Offload()
+    assert offload("shard.offload.seed=3", "shard.offload=cpu") == Offload()
+    assert offload("shard.offload=none") is None
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("shard.offload.momets=bf16", r"offload\.momets is unknown \(did you mean 'moments'\?\)"),
+        ("shard.offload.moments=fp8", r"offload\.moments='fp8' is unknown"),
+        ("shard.offload.moments=fp16", r"offload\.moments=torch\.float16 must be"),
+        ("shard.offload.host_fraction=1.5", r"offload\.host_fraction=1\.5 must be a number from 0 to 1"),
+        ("shard.offload.threads=two", r"offload\.threads='two' must be a whole number"),
+        ("shard.offload.blocking=1", r"offload\.blocking=1 must be True or False"),
+        ("shard.offload.read_back=true", r"offload\.read_back needs split_master"),
+        ("shard.offload.device_memory=1000", r"offload\.device_memory has no effect"),
+        ("shard.offload.parameters=cpu", r"offload\.parameters='cpu' has no effect in stage 2"),
+        ("shard.offload.update_in_backward=true", r"offload\.update_in_backward .* excludes clip_grad_norm"),
+        ("shard.offload=gpu", r"offload='gpu' must be \"cpu\""),
+        ("shard.offload.threads.most=2", r"offload\.threads=\{'most': 2\} must be a whole number"),
+        ("shard.stage.offload=cpu", r"shard\.stage\.offload: an override names a table and a key"),
+    ],
+)
+def test_a_bad_option_of_an_offload_is_told_with_its_key(override: str, told: str) -> None:
+    with pytest.raises(JobError, match=told) as caught:
+        load_job("offload-1b", dict([parse_override(override)]))
+    (problem,) = caught.value.problems
+    assert problem.startswith("shard.")
+
+
+def test_an_offload_is_checked_against_the_precision_that_the_device_implies() -> None:
+    with pytest.raises(JobError, match=r"offload\.split_master needs precision='bf16', not torch\.float32"):
+        load_job("tiny", {"train.device": "cpu", "shard.offload.split_master": True})
+    assert load_job("tiny", {"train.device": "cuda", "shard.offload.split_master": True}).precision == "bf16"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", {"parameters": "fp16", "reduce": "fp32"}, {"reduce": "fp32"}])
+def test_a_job_names_its_precision(precision: object) -> None:
+    named = load_job("tiny", {"shard.precision": precision}).precision
+    assert named == ("fp16" if "fp16" in str(precision) else "fp32")
+
+
+def test_the_offload_papers_models_are_offloaded_and_no_others() -> None:
+    assert {name for name in presets() if "offload" in load_job(name).shard} == {
+        name for name in presets() if name.startswith("offload-")
+    }
 
 
 @pytest.mark.parametrize("name", presets())
