@@ -100,16 +100,16 @@ def paper_offload_memory(stage: int, world: int, precision: str, on_host: OnHost
     plain = paper_memory(stage, world, precision)
     parameters, *states = plain
     stay = 1 - on_host.share
-    device = [
-        row._replace(terms=tuple(Term(term.per_parameter, "Ψ_device", stay) for term in row.terms if stay))
-        for row in states
-    ]
-    rest_here = on_host.options.parameters == "device"
-    divisor = shared_by(state_table(stage, world).optimizer.extent, world)
+    at_rest = parameters.terms if on_host.options.parameters == "device" else ()
+    device = [PaperRow(parameters.kind, at_rest, parameters.divisor)]
+    for kind, terms, divisor in states:
+        staying = tuple(Term(term.per_parameter, "Ψ_device", stay) for term in terms if stay)
+        device.append(PaperRow(kind, staying, divisor))
+    ranks = shared_by(state_table(stage, world).optimizer.extent, world)
     return PaperMemory(
-        device=[parameters if rest_here else parameters._replace(terms=()), *device],
+        device=device,
         host=[
-            PaperRow(row.kind, terms, divisor)
+            PaperRow(row.kind, terms, ranks)
             for row, terms in zip(plain, _host_terms(width(precision), on_host), strict=True)
         ],
     )
