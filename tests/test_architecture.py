@@ -45,10 +45,16 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = here[: len(here) - node.level]
             if node.module:
-                found.add(".".join([*base, node.module]))
+                found |= {_module(".".join([*base, node.module]), alias.name) for alias in node.names}
             else:
                 found |= {".".join([*base, alias.name]) for alias in node.names}
     return found
+
+
+def _module(module: str, name: str) -> str:
+    """What ``from module import name`` imports: a module of that name, if there is one."""
+    inside = PACKAGE / module.replace(".", "/") / f"{name}.py"
+    return f"{module}.{name}" if inside.exists() else module
 
 
 def test_lower_layers_never_import_upper_ones() -> None:

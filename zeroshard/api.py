@@ -232,14 +232,16 @@ def _choose_stage(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
 ) -> Literal[0, 1, 2, 3]:
     """The lowest stage that fits the rank with the least memory."""
-    states = state_bytes(model, optimizer, config.precision)
+    states = state_bytes(model, optimizer, config.precision).on_device(config.offload)
+    # First divide, then offload (ZeRO-Offload, section 4.2): undivided, every rank would fill the host with the same.
+    lowest = 2 if config.offload is not None and fabric.shards > 1 else 0
     if fabric.device.type == "cuda":
         held = sum(p.nbytes for p in model.parameters() if p.device == fabric.device)  # moves, so it does not count
         available = torch.cuda.mem_get_info(fabric.device)[0] + held
     else:
         available = machine.usable_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", fabric.world))
     available = -fabric.maximum([-available])[0]
-    stage = lowest_stage_that_fits(states, fabric.shards, available)
+    stage = lowest_stage_that_fits(states, fabric.shards, available, lowest)
     if fabric.rank == 0:
         print(explain_choice(stage, states, fabric.shards, available))
     return cast(Literal[0, 1, 2, 3], stage)

@@ -220,7 +220,10 @@ class Offload:
     moments: torch.dtype = torch.float32
     """Of the optimizer's moments. bf16 takes 4 bytes a parameter instead of 8, rounded stochastically."""
     split_master: bool = False
-    """Keep the fp32 master as the bf16 parameter and a 16-bit remainder: the same bits in 2 bytes a parameter less."""
+    """Keep the fp32 master as the bf16 parameter and a 16-bit remainder: the same bits, with less traffic in memory.
+
+    Saves 2 bytes a parameter where the parameter is kept anyway: delayed, with ``parameters="cpu"``, or ``read_back``.
+    """
     read_back: bool = False
     """With ``split_master``: read the parameter back from the device for the update instead of keeping it on the host.
 

@@ -101,10 +101,14 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
     worst = fabric.maximum([needed.total - available])[0]
     if worst > 0:
         raise ValueError(
-            f"offload needs {needed.total / 2**30:.2f} GiB of host memory a rank ({needed.pinned / 2**30:.2f} of it "
-            f"pinned), but {available / 2**30:.2f} GiB are {source}; use moments=torch.bfloat16, split_master=True or "
-            "update_in_backward=True, keep a part on the device with host_fraction=, or add ranks"
+            f"offload needs {_size(needed.total)} of host memory a rank ({_size(needed.pinned)} of it pinned), but "
+            f"{_size(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, split_master=True "
+            "with read_back=True, keep a part on the device with host_fraction=, or add ranks"
         )
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def _local_ranks(fabric: Fabric) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..config import Extent, Precision, state_table
+from ..config import Extent, Offload, Precision, state_table
 
 STATES_SHARE = 0.7
 """Model states may take this share of a device; the rest is for activations and buffers, which are not foreseen yet."""
@@ -36,6 +36,17 @@ class StateBytes:
     parameters: int
     gradients: int
     optimizer_states: int
+
+    def on_device(self, offload: Offload | None) -> StateBytes:
+        """What of it is on the device; of the rest, an N-th is on each rank's host."""
+        if offload is None:
+            return self
+        stays = 0.0 if offload.host_fraction == "auto" else 1 - offload.host_fraction
+        return StateBytes(
+            0 if offload.parameters == "cpu" else self.parameters,
+            int(stays * self.gradients),
+            int(stays * self.optimizer_states),
+        )
 
     def per_rank(self, stage: int, world: int) -> float:
         """Bytes on one rank (ZeRO, section 5): each kind whole, or an N-th, as the stage's table says.
@@ -70,9 +81,9 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, preci
     return StateBytes(parameters, gradients, states)
 
 
-def lowest_stage_that_fits(states: StateBytes, shards: int, available: int) -> int:
+def lowest_stage_that_fits(states: StateBytes, shards: int, available: int, lowest: int = 0) -> int:
     """The lowest stage whose model states leave room for the rest; stage 3 if none does."""
-    fitting = (stage for stage in range(4) if states.per_rank(stage, shards) <= STATES_SHARE * available)
+    fitting = (stage for stage in range(lowest, 4) if states.per_rank(stage, shards) <= STATES_SHARE * available)
     return next(fitting, 3)
 
 
