@@ -118,6 +118,8 @@ def run(args: Any) -> Result:
     for number in range(args.steps):
         begin = time.perf_counter()
         total = 0.0
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
         for _ in range(args.micro):
             part = text[position : position + size + 1].to(device).long()
             position = (position + size) % (text.numel() - size - 1)
@@ -152,6 +154,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--warmup", type=int, default=0, help="steps over which lr rises; deep models need it")
     parser.add_argument("--device-gib", type=float, help="cap of the device's memory")
     parser.add_argument("--host-gib", type=float, help="budget of host memory")
     parser.add_argument("--threads", type=int)
