@@ -23,7 +23,7 @@ LAYERS = [
     {"comm"},
     {"observe.watchdog"},
     {"hook"},
-    {"plan.memory"},
+    {"plan.memory", "plan.shape"},
     {"offload.shard"},
     {"offload.pipeline"},
     {"offload.states", "offload.rules", "offload.kernel"},

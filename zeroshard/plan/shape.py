@@ -1,0 +1,118 @@
+"""What a plan is about: the shape of a model, and how it is to be trained. Pure numbers, no tensors.
+
+A model is a root unit and blocks, as ``layout.find_units`` divides it. Sizes are elements unless a name says bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..config import Offload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder of equal blocks."""
+
+    name: str = ""
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    positions: int = 0
+    """Learned positions; 0 for rotary ones."""
+    kv_heads: int | None = None
+    """Heads of keys and values, where fewer than ``heads`` share them."""
+    intermediate: int | None = None
+    """Width of the MLP; 4 · hidden by default."""
+    gated: bool = False
+    """Whether the MLP has a third matrix (SwiGLU)."""
+    biases: bool = True
+    tied: bool = True
+    """Whether the head is the token embedding."""
+
+    @property
+    def mlp_width(self) -> int:
+        return self.intermediate or 4 * self.hidden
+
+    @property
+    def kv_width(self) -> int:
+        return self.hidden // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def block_matrices(self) -> int:
+        """Elements of one block's matrices, which are what it multiplies by."""
+        attention = 2 * self.hidden * (self.hidden + self.kv_width)
+        return attention + (3 if self.gated else 2) * self.hidden * self.mlp_width
+
+    @property
+    def block(self) -> int:
+        """Parameters of one block.
+
+        >>> Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024).block
+        30740800
+        """
+        norms = 2 * self.hidden * (2 if self.biases else 1)
+        biases = 2 * self.hidden + 2 * self.kv_width + self.mlp_width + self.hidden if self.biases else 0
+        return self.block_matrices + norms + biases
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the blocks: embeddings, positions, the last norm and the head."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.positions * self.hidden + self.hidden * (2 if self.biases else 1)
+
+    @property
+    def units(self) -> list[int]:
+        """Parameters of each unit, the root first."""
+        return [self.root, *[self.block] * self.layers]
+
+    @property
+    def parameters(self) -> int:
+        """Ψ.
+
+        >>> Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024).parameters
+        1557611200
+        """
+        return self.root + self.layers * self.block
+
+    def forward_flops(self, batch: int, sequence: int) -> float:
+        """Of one forward pass over a micro-batch: matrices, attention and head."""
+        tokens = batch * sequence
+        matrices = 2.0 * tokens * (self.layers * self.block_matrices + self.vocabulary * self.hidden)
+        attention = 4.0 * tokens * sequence * self.hidden * self.layers
+        return matrices + attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a model is to be trained."""
+
+    stage: int
+    world: int = 1
+    """Data-parallel ranks."""
+    model_parallel: int = 1
+    """Ranks that share one replica by tensor parallelism; each has an M-th of every block."""
+    offload: Offload | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    batch: int = 1
+    """Sequences a rank and micro-batch."""
+    sequence: int = 1024
+    micro_batches: int = 1
+    checkpointing: bool = True
+    """Keep one tensor a block from forward to backward, and recompute the rest."""
+    moments: int = 2
+    """Tensors of a parameter's size that the optimizer keeps."""
+    prefetch: int = 1
+    keep: int = field(default=1)
+    """Stage 3: blocks held from forward to backward, beside the root."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of a parameter."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def devices(self) -> int:
+        return self.world * self.model_parallel
