@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ from torch import nn
 
 import zeroshard
 from tests.models import loss_of, net
-from tests.offload.scenarios import adamw
+from tests.offload.scenarios import SCENARIOS, adamw, assert_close_result, assert_same_result, one_thread
 from zeroshard import Config, Offload, Precision
 from zeroshard.config import problems
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def shard(model: nn.Module | None = None, make: Any = adamw, **options: Any) -> Any:
@@ -137,8 +144,8 @@ def test_a_host_that_is_too_small_is_said_at_shard_with_the_numbers(stage: int) 
     assert expected.host_memory is not None
     needed = expected.host_memory.total
     message = (
-        r"offload needs 0\.01 GiB .*\(0\.00 of it pinned\), but 0\.01 GiB are allowed by offload\.host_memory; "
-        r"use moments=torch\.bfloat16, split_master=True or update_in_backward=True"
+        r"offload needs 10\.59 MiB .*\(1\.51 MiB of it pinned\), but 10\.59 MiB are allowed by offload\.host_memory; "
+        r"use moments=torch\.bfloat16, .*update_in_backward=True.*host_fraction=.*add ranks"
     )
     with pytest.raises(ValueError, match=message):
         shard(model, stage=stage, precision="bf16", offload=Offload(host_memory=needed - 1))
@@ -147,9 +154,9 @@ def test_a_host_that_is_too_small_is_said_at_shard_with_the_numbers(stage: int) 
 
 def test_more_than_the_machine_has_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zeroshard.machine, "available_memory", lambda: 1000)
-    with pytest.raises(ValueError, match=r"but 0\.00 GiB are available; use"):
+    with pytest.raises(ValueError, match=r"but 0\.00 MiB are available; use"):
         shard(offload="cpu")
-    with pytest.raises(ValueError, match=r"but 0\.00 GiB are available; use"):
+    with pytest.raises(ValueError, match=r"but 0\.00 MiB are available; use"):
         shard(offload=Offload(host_memory=1 << 40))
 
 
@@ -163,8 +170,6 @@ def test_without_the_native_kernel_what_needs_it_is_refused(monkeypatch: pytest.
 
 
 def test_without_the_native_kernel_torch_gives_the_same_within_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.offload.scenarios import SCENARIOS, assert_close_result
-
     for name in ("micro-batches", "clipping", "momentum", "groups"):
         native = SCENARIOS[name].run(2, Offload())
         with monkeypatch.context() as patch:
@@ -191,15 +196,11 @@ def test_ranks_that_got_different_options_are_told_apart_by_all_of_them() -> Non
 
 
 def test_threads_are_as_many_as_asked_for_and_change_nothing() -> None:
-    from tests.offload.scenarios import SCENARIOS, assert_same_result
-
     scenario = SCENARIOS["clipping in bf16"]
     assert_same_result(scenario.run(2, Offload(threads=1)), scenario.run(2, Offload(threads=3)), "threads")
 
 
 def test_the_seed_of_the_rounding_counts_and_reproduces() -> None:
-    from tests.offload.scenarios import SCENARIOS, assert_same_result
-
     scenario = SCENARIOS["plain in bf16"]
     runs = [scenario.run(2, Offload(moments=torch.bfloat16, seed=seed)) for seed in (0, 0, 1)]
     assert_same_result(runs[0], runs[1], "same seed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -145,22 +146,9 @@ def test_the_thread_ends_with_its_owner_and_finishes_only_what_it_has_begun() ->
     assert not alive("ending")
 
 
-def leave(script: str) -> float:
-    """Runs a script that prints a line when it is about to leave; returns how long leaving took."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == "leaving", process.communicate()[1]
-    begin = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert not errors
-    return time.monotonic() - begin
+# -- the end of a process --------------------------------------------------------------------------------------------
 
-
-def test_a_process_may_end_while_jobs_wait() -> None:
-    script = """
+WORKER_ALONE = """
 import importlib.util, sys, time
 spec = importlib.util.spec_from_file_location("worker", "zeroshard/offload/worker.py")  # without torch: quicker
 module = importlib.util.module_from_spec(spec)
@@ -172,4 +160,90 @@ for _ in range(200):
 time.sleep(0.05)
 print("leaving", flush=True)
 """
-    assert leave(script) < 3
+
+BUSY_MODELS = """
+import time, torch, zeroshard
+from tests.models import loss_of, net
+from zeroshard.offload import pipeline
+torch.set_num_threads(1)
+original = pipeline.run_together
+def slow(*args):
+    time.sleep(0.2)
+    original(*args)
+def fail(*args):
+    raise ArithmeticError("the kernel is ill")
+def begun(**options):
+    model = net(depth=7)
+    offload = zeroshard.Offload(**options)
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=2, offload=offload)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    return model, optimizer
+"""
+"""Models whose host is slow, so that nearly all of a step is still to be done when it returns."""
+
+ENDS = {
+    "after a step": """
+pipeline.run_together = slow
+models = [begun(), begun(delayed_update_after=0), begun(update_in_backward=True)]
+loss_of(models[1][0], 1).backward()  # waits, on the host, for the update that has hardly begun
+print("leaving", flush=True)
+""",
+    "after a failure": """
+pipeline.run_together = fail
+models = []
+for options in ({}, {"update_in_backward": True}, {"split_master": True, "read_back": True}):
+    try:
+        models.append(begun(**options))
+        zeroshard.synchronize(models[-1][0])
+    except (zeroshard.OffloadError, ValueError):
+        pass
+print("leaving", flush=True)
+""",
+    "by Ctrl-C": """
+pipeline.run_together = slow
+models = [begun(), begun(delayed_update_after=0)]
+print("leaving", flush=True)
+zeroshard.synchronize(models[0][0])
+time.sleep(30)
+""",
+}
+
+
+def start(script: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-X", "faulthandler", "-c", script]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def leave(process: subprocess.Popen[str], interrupt: bool = False) -> tuple[float, str]:
+    """Waits for a process that prints a line when it is about to end: how long that took, and what it said."""
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "leaving", process.communicate()[1]
+    begin = time.monotonic()
+    if interrupt:
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    return time.monotonic() - begin, errors
+
+
+def test_a_process_may_end_while_jobs_wait() -> None:
+    process = start(WORKER_ALONE)
+    seconds, errors = leave(process)
+    assert process.returncode == 0
+    assert not errors
+    assert seconds < 3
+
+
+def test_a_process_ends_at_once_whatever_the_host_is_doing() -> None:
+    processes = {how: start(BUSY_MODELS + script) for how, script in ENDS.items()}
+    for how, process in processes.items():
+        seconds, errors = leave(process, interrupt="Ctrl-C" in how)
+        assert seconds < 10, f"{how}: {seconds:.0f} s"  # a thread that hangs is waited for half a minute
+        if "Ctrl-C" in how:
+            assert process.returncode in (1, 130, -signal.SIGINT), f"{how}: {errors}"
+            assert "KeyboardInterrupt" in errors
+        else:
+            assert process.returncode == 0, f"{how}: {errors}"
+            assert not errors, how
+        assert "Fatal" not in errors, how
