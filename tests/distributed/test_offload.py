@@ -232,7 +232,7 @@ def test_parameters_that_rest_on_the_host_are_bit_for_bit_those_on_the_device() 
 @on_ranks(2)
 def test_parameters_that_rest_on_the_host_are_bit_for_bit_those_on_the_device_on_two_ranks() -> None:
     with slow_host():
-        compare_resting_places(RESTING[1::4])
+        compare_resting_places([RESTING[2], RESTING[7]])
 
 
 def test_a_frozen_model_may_rest_on_the_host_without_an_optimizer() -> None:
@@ -317,7 +317,7 @@ def on_a_part_of_each_batch(steps: int, **options: Any) -> dict[str, Tensor]:
     return zeroshard.full_state_dict(model)
 
 
-def compare_with_plain_torch() -> None:
+def compare_with_plain_torch(stages: tuple[int, ...] = STAGES) -> None:
     reference = small()
     optimizer = adamw(reference)
     for step in range(4):
@@ -325,7 +325,7 @@ def compare_with_plain_torch() -> None:
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.02)
         optimizer.step()
         optimizer.zero_grad()
-    for stage in STAGES:
+    for stage in stages:
         ours = on_a_part_of_each_batch(4, stage=stage, clip_grad_norm=0.02)
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(ours[name], value, rtol=2e-5, atol=2e-6)
@@ -343,7 +343,7 @@ def test_two_ranks_train_as_plain_torch_within_rounding() -> None:
 
 @on_ranks(4)
 def test_four_ranks_train_as_plain_torch_within_rounding_and_as_when_blocking() -> None:
-    compare_with_plain_torch()
+    compare_with_plain_torch((1, 3))
     expected = SCENARIOS["clipping in bf16"].run(1, Offload(blocking=True))
     for stage, offload in ((2, Offload()), (3, SPLIT), (3, ON_HOST)):
         assert_same_result(SCENARIOS["clipping in bf16"].run(stage, offload), expected, f"stage {stage}: {offload}")
@@ -563,7 +563,7 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-def validation_loss(seed: int, offload: Offload, steps: int = 150) -> float:
+def validation_loss(seed: int, offload: Offload, steps: int = 110) -> float:
     generator = torch.Generator().manual_seed(seed)
     chances = torch.randn(24, 24, generator=generator).mul(1.5).softmax(-1)
 
