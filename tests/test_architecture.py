@@ -10,6 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "zeroshard"
 
 LAYERS = [
+    {"plan.dryrun"},
     {"api"},
     {"guards"},
     {"runtime"},
@@ -32,7 +33,7 @@ LAYERS = [
     {"offload.fallback", "offload.library"},
     {"offload.segment", "offload.cores", "offload.native.build"},
     {"observe.trace"},
-    {"layout", "config", "compat", "machine"},
+    {"bounds", "layout", "config", "compat", "machine"},
 ]
 """Upper layers import lower ones, never the other way round, and nothing imports its equals."""
 

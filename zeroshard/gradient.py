@@ -21,14 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
+from .bounds import DEPOSIT_BYTES
 from .comm import Done, Fabric, Pending
 from .config import Extent, Precision, StateTable
 from .layout import FlatLayout, Range
 from .offload.shard import HostShard
 from .placeholder import Placeholders
-
-DEPOSIT_BYTES = 32 << 20
-"""Gradients wait for others of their flat, to be copied together, until they are this large."""
 
 
 @dataclass

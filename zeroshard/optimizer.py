@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
+from .bounds import FIRST_ELEMENTS, UPDATE_ELEMENTS
 from .comm import Fabric
 from .config import Config
 from .hosted import HostUpdate, missing_gradient
@@ -44,11 +45,6 @@ ELEMENTWISE = frozenset(
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""
-
-UPDATE_ELEMENTS = 64 << 20
-"""Elements that one call of the optimizer updates, at least; 256 MiB of gradients in fp32."""
-FIRST_ELEMENTS = 16 << 20
-"""The same for the first call, which is smaller so that what the next forward begins with is gathered the earlier."""
 
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""

@@ -17,13 +17,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from .bounds import IN_FLIGHT
 from .buffers import Buffers
 from .comm import DisagreementError, Fabric, Lane
 from .gradient import FlatGradient
 from .unit import Flat, Unit
-
-IN_FLIGHT = 2
-"""Reduces under way at a time. Bounds the memory of gradients that are not yet shards (C_B)."""
 
 
 class Reducer:
