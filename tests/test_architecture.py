@@ -24,6 +24,8 @@ LAYERS = [
     {"comm"},
     {"observe.watchdog"},
     {"hook"},
+    {"plan.time"},
+    {"plan.machine_profile", "plan.timeline"},
     {"plan.memory", "plan.shape"},
     {"offload.shard"},
     {"offload.pipeline"},

@@ -1,0 +1,154 @@
+"""The time model: what an H200 measured (benchmarks/RESULTS.md), and what must follow from the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from zeroshard.config import Offload
+from zeroshard.plan.machine_profile import Link, Machine, load
+from zeroshard.plan.shape import Setup, Transformer
+from zeroshard.plan.time import Bottleneck, StepTime, ring, step_time
+from zeroshard.plan.timeline import Lane, Span, Timeline
+
+H200 = load("h200")
+ETHERNET = replace(H200, devices_per_node=1, between=Link(latency=50e-6 / 7, bandwidth=25e9))
+"""One wire of 25 GB/s and 50 µs a collective of eight, as in benchmarks/delayed_group.py."""
+GPT = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50304, positions=1024)
+UNTIED = replace(GPT, tied=False)
+SMALL: dict[str, Any] = {"moments": torch.bfloat16, "split_master": True}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "model", "setup", "machine"),
+    [
+        (0.2613, GPT, Setup(stage=0, batch=8), H200),
+        (0.2615, GPT, Setup(stage=3, batch=8), H200),
+        (0.8670, UNTIED, Setup(stage=0, batch=32), H200),
+        (0.3590, GPT, Setup(stage=0, batch=8, world=8), ETHERNET),
+        (0.3119, GPT, Setup(stage=1, batch=8, world=8), ETHERNET),
+        (0.2993, GPT, Setup(stage=2, batch=8, world=8), ETHERNET),
+        (0.3627, GPT, Setup(stage=3, batch=8, world=8), ETHERNET),
+        (0.3622, GPT, Setup(stage=3, batch=8, world=8, prefetch=2), ETHERNET),
+        (0.471, UNTIED, Setup(stage=2, batch=8, offload=Offload()), H200),
+        (0.415, UNTIED, Setup(stage=2, batch=8, offload=Offload(update_in_backward=True)), H200),
+        (0.445, UNTIED, Setup(stage=2, batch=8, offload=Offload(delayed_update_after=0)), H200),
+        (0.388, UNTIED, Setup(stage=2, batch=8, offload=Offload(**SMALL)), H200),
+        (0.321, UNTIED, Setup(stage=2, batch=8, offload=Offload(**SMALL, delayed_update_after=0)), H200),
+        (0.954, UNTIED, Setup(stage=2, batch=32, offload=Offload()), H200),
+        (0.859, UNTIED, Setup(stage=2, batch=32, offload=Offload(delayed_update_after=0)), H200),
+    ],
+)
+def test_what_an_h200_measured_is_foreseen_within_a_fifth(
+    seconds: float, model: Transformer, setup: Setup, machine: Machine
+) -> None:
+    assert step_time(model, setup, machine).total == pytest.approx(seconds, rel=0.2)
+
+
+def times(machine: Machine = ETHERNET, model: Transformer = GPT, **options: Any) -> StepTime:
+    return step_time(model, Setup(**{"stage": 2, "batch": 8, "world": 8} | options), machine)
+
+
+def test_the_parts_add_up() -> None:
+    step = times(model_parallel=2, offload=Offload())
+    parts = (step.compute, step.update, step.exposed_inside, step.exposed_between, step.exposed_pcie)
+    assert step.total == pytest.approx(sum(parts))
+    assert min(parts) >= 0
+
+
+def test_one_rank_communicates_nothing() -> None:
+    assert times(world=1).exposed == 0
+
+
+def test_stage_0_hides_its_all_reduce_behind_backward_alone() -> None:
+    zero, one = times(stage=0), times(stage=1)
+    assert zero.total > 0.22 + 0.06 + zero.update  # the wire, forward, the whole update
+    assert one.total < zero.total
+
+
+def test_stage_3_is_bound_by_half_as_much_again_on_a_slow_link() -> None:
+    slow = replace(ETHERNET, between=Link(latency=1e-6, bandwidth=1e9))
+    assert times(slow, stage=3).total / times(slow, stage=2).total == pytest.approx(1.5, rel=0.06)
+    assert times(slow, stage=3).bottleneck is Bottleneck.BETWEEN
+
+
+def test_more_prefetch_never_costs_time() -> None:
+    assert times(stage=3, prefetch=2).total <= times(stage=3, prefetch=1).total * 1.001
+    assert times(stage=3, prefetch=1).total < times(stage=3, prefetch=0).total
+
+
+def test_overlap_only_helps() -> None:
+    for stage in range(4):
+        setup = Setup(stage=stage, batch=8, world=8)
+        assert step_time(GPT, setup, ETHERNET).total < step_time(GPT, setup, ETHERNET, overlap=False).total
+
+
+def test_the_forward_hides_behind_the_hosts_update_and_a_delayed_update_behind_the_whole_step() -> None:
+    def offloaded(**options: Any) -> float:
+        return times(H200, UNTIED, world=1, batch=32, offload=Offload(**options)).total
+
+    assert offloaded(blocking=True) > 1.1 * offloaded() > 1.1 * offloaded(delayed_update_after=0)
+    assert offloaded(delayed_update_after=0) == pytest.approx(times(H200, UNTIED, world=1, batch=32).total, rel=0.03)
+
+
+def test_states_that_stay_on_the_device_leave_the_host_less_to_do() -> None:
+    half = times(H200, UNTIED, world=1, offload=Offload(host_fraction=0.5)).total
+    assert times(H200, UNTIED, world=1).total < half < times(H200, UNTIED, world=1, offload=Offload()).total
+
+
+def test_parameters_on_the_host_come_up_behind_forward_and_backward() -> None:
+    step = times(H200, UNTIED, stage=3, world=1, batch=32, offload=Offload(parameters="cpu"))
+    assert step.total < 1.1 * times(H200, UNTIED, stage=3, world=1, batch=32, offload=Offload()).total
+
+
+def test_micro_batches_amortise_the_update_and_are_counted_without_laying_out_each() -> None:
+    one, four, forty = (times(H200, offload=Offload(), world=1, micro_batches=count) for count in (1, 4, 40))
+    assert one.tflops_per_device < four.tflops_per_device < forty.tflops_per_device
+    assert forty.flops == pytest.approx(40 * one.flops)
+    three, five = (times(H200, world=1, micro_batches=count).total for count in (3, 5))
+    assert five - three == pytest.approx(2 * times(H200, world=1).compute, rel=0.01)
+
+
+def test_larger_batches_compute_more_efficiently() -> None:
+    rates = [times(H200, world=1, batch=batch).tflops_per_device for batch in (1, 2, 4, 8, 16, 32)]
+    assert rates == sorted(rates)
+    assert rates[-1] < H200.device.efficiency * H200.device.peak_16bit / 1e12
+
+
+def test_recomputation_costs_a_third_more() -> None:
+    with_it, without = (times(H200, world=1, checkpointing=flag).compute for flag in (True, False))
+    assert with_it / without == pytest.approx(4 / 3, rel=0.02)
+
+
+def test_tensor_parallelism_across_nodes_is_what_limits_it() -> None:
+    v100 = load("v100")
+    wide = replace(GPT, hidden=8192, heads=64)
+    inside = times(v100, wide, world=1, model_parallel=16)
+    across = times(v100, wide, world=1, model_parallel=32)
+    assert inside.exposed_between == 0 < inside.exposed_inside
+    assert across.exposed_between > 2 * inside.exposed_inside
+
+
+def test_groups_of_one_node_share_what_it_sends() -> None:
+    alone, shared = ring(H200, 64, 1), ring(H200, 8, 8)
+    assert alone.lane is shared.lane is Lane.BETWEEN
+    assert shared.bandwidth == pytest.approx(H200.between.bandwidth / 8)
+    assert ring(H200, 8, 1).lane is Lane.INSIDE
+    assert ring(H200, 1, 8).seconds(1e9) == 0
+
+
+def test_a_world_of_thousands_is_laid_out_at_once() -> None:
+    large = Transformer(layers=128, hidden=25600, heads=160, vocabulary=50257, positions=1024)
+    step = times(load("v100"), large, stage=3, world=1024, batch=1)
+    assert step.total > 0
+
+
+def test_exposed_time_is_what_no_lane_before_covers() -> None:
+    timeline = Timeline()
+    timeline.run(Lane.INSIDE, 3.0)
+    timeline.run(Lane.DEVICE, 1.0, 1.0)
+    timeline.run(Lane.DEVICE, 1.0, 4.0)
+    assert timeline.exposed(Span(0.5, 5.0), Lane.DEVICE, Lane.INSIDE) == {Lane.DEVICE: 2.0, Lane.INSIDE: 1.5}

@@ -1,0 +1,165 @@
+"""What a machine can do: the numbers that the time model takes, from data files with their sources (``machines/``).
+
+A profile says what is reached, not what is printed on the box: bandwidths are those of large messages, and
+``efficiency`` is what of the peak the products of a large transformer block get.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..config import nearest
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or the cores of one rank."""
+
+    memory: float
+    """Bytes."""
+    peak_16bit: float
+    """FLOPs a second in bf16 and fp16."""
+    peak_fp32: float
+    bandwidth: float
+    """Of its memory, bytes a second."""
+    efficiency: float
+    """What of the peak the products of a transformer reach as they grow."""
+    half_work: float
+    """Multiply-adds (tokens · hidden² / M) of a product that reaches half of that."""
+
+    def rate(self, work: float, *, half: bool) -> float:
+        """FLOPs a second in products of so many multiply-adds."""
+        peak = self.peak_16bit if half else self.peak_fp32
+        return peak * self.efficiency * work / (work + self.half_work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects devices of a node, or nodes."""
+
+    latency: float
+    """Seconds of one step of a ring, whatever it moves."""
+    bandwidth: float
+    """Bytes a second each way: of a device inside a node, of a whole node between nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pcie:
+    """Between one device and its host, bytes a second."""
+
+    down: float
+    """From the device."""
+    up: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the devices of a node share."""
+
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes a second that the update reaches with all sockets at work."""
+    sockets: int = 1
+    """Memories of which one process uses one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A node and what connects it with others of its kind.
+
+    >>> load("v100").devices_per_node
+    16
+    """
+
+    name: str
+    title: str
+    devices_per_node: int
+    device: Device
+    inside: Link
+    between: Link
+    pcie: Pcie
+    host: Host
+
+    def host_bandwidth(self, ranks: int) -> float:
+        """Of one rank where so many of a node update at once."""
+        return self.host.bandwidth / max(ranks, self.host.sockets)
+
+    def nodes(self, devices: int) -> int:
+        return math.ceil(devices / self.devices_per_node)
+
+
+def names() -> list[str]:
+    """Of the profiles that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str | Path) -> Machine:
+    """A profile that comes with the package, or any file in their format.
+
+    >>> load("v10")
+    Traceback (most recent call last):
+    ...
+    ValueError: machine 'v10' is unknown (did you mean 'v100'?); known: a100, cpu, h100, h200, v100, or a .toml file
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        path = FOLDER / f"{str(name).lower()}.toml"
+        if path.stem not in names():
+            known = names()
+            raise ValueError(
+                f"machine {str(name)!r} is unknown{nearest(str(name).lower(), known)}; "
+                f"known: {', '.join(known)}, or a .toml file"
+            )
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"machine profile {str(path)!r} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"machine profile {str(path)!r} is not TOML: {error}") from error
+    return parse(path.stem, data)
+
+
+def parse(name: str, data: Mapping[str, Any]) -> Machine:
+    """From the content of a profile; what is wrong with it is named by its key."""
+    tables: dict[str, type[Device | Link | Pcie | Host]] = {
+        "device": Device,
+        "inside": Link,
+        "between": Link,
+        "pcie": Pcie,
+        "host": Host,
+    }
+    known = ["title", "devices_per_node", *tables]
+    for key in data:
+        if key not in known:
+            raise ValueError(f"machine {name!r}: {key} is unknown{nearest(key, known)}; known: {', '.join(known)}")
+    parts = {key: _table(kind, f"machine {name!r}: {key}", data.get(key)) for key, kind in tables.items()}
+    count = data.get("devices_per_node")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"machine {name!r}: devices_per_node={count!r} must be a whole number, at least 1")
+    efficiency = parts["device"].efficiency
+    if efficiency > 1:
+        raise ValueError(f"machine {name!r}: device.efficiency={efficiency!r} must be at most 1")
+    return Machine(name=name, title=str(data.get("title", name)), devices_per_node=count, **parts)
+
+
+def _table(kind: type[Device | Link | Pcie | Host], path: str, values: object) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path} must be a table")
+    known = [entry.name for entry in fields(kind)]
+    for key, value in values.items():
+        if key not in known:
+            raise ValueError(f"{path}.{key} is unknown{nearest(key, known)}; known: {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{path}.{key}={value!r} must be a positive number")
+    missing = [key for key in known if key not in values and key != "sockets"]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    return kind(**values)

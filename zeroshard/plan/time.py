@@ -1,0 +1,355 @@
+"""How long a step takes and what it waits for: the runtime's schedule, laid out on the lanes of a machine.
+
+What overlaps with what is what the runtime does (DESIGN: "The life of a unit"):
+
+- Stage 0 reduces (all-reduce) behind backward alone; stages 1 and 2 reduce behind backward and publish updated
+  parameters behind the next forward; stage 3 gathers behind forward and backward, ``prefetch`` units ahead, and reduces
+  behind backward. The update begins when all is reduced, for the norm.
+- Offload: gradients go down behind backward; the host updates in the order in which forward needs units, and forward
+  waits for each. Updating in backward begins as a gradient lands; a delayed update has until that unit's next gradient.
+- Tensor parallelism hides nothing: its all-reduces stand between two products.
+
+Collectives take latency · steps + bytes / bandwidth in rings. A group that spans nodes is bound by what its nodes send,
+which it shares with the other groups of those nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+
+import torch
+
+from ..config import Offload
+from .machine_profile import Machine
+from .shape import Setup, Transformer
+from .timeline import Lane, Span, Timeline
+
+DEVICE_UPDATE_BYTES = 77
+"""Traffic a parameter of a foreach AdamW on fp32 masters, passes over temporaries included; measured on an H200."""
+IN_FLIGHT = 2
+"""Reduces under way at a time, as in the reducer."""
+LANDING = 3
+"""Gradients that wait on the device to be copied to the host, as in the offload's pipeline."""
+STEPS = 4
+"""Steps that are laid out; the last one is taken, when what one leaves to the next has settled."""
+LAID_OUT = 3
+"""Micro-batches that are laid out; more of them take as long as the last one each."""
+
+
+class Bottleneck(Enum):
+    """What a step spends most of its time on."""
+
+    COMPUTE = "compute"
+    UPDATE = "update"
+    INSIDE = "communication inside a node"
+    BETWEEN = "communication between nodes"
+    PCIE = "copies between host and device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step on one rank; the parts add up to the total."""
+
+    compute: float
+    """Forward, recomputation and backward."""
+    update: float
+    """Of the optimizer: on the device, or on the host while the device waits."""
+    exposed_inside: float
+    """Communication inside a node that nothing hides."""
+    exposed_between: float
+    exposed_pcie: float
+    flops: float
+    """Of one rank, recomputation included, as the papers count."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.update + self.exposed_inside + self.exposed_between + self.exposed_pcie
+
+    @property
+    def exposed(self) -> float:
+        """Communication between devices that nothing hides."""
+        return self.exposed_inside + self.exposed_between
+
+    @property
+    def tflops_per_device(self) -> float:
+        return self.flops / self.total / 1e12
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        parts = {
+            Bottleneck.COMPUTE: self.compute,
+            Bottleneck.UPDATE: self.update,
+            Bottleneck.INSIDE: self.exposed_inside,
+            Bottleneck.BETWEEN: self.exposed_between,
+            Bottleneck.PCIE: self.exposed_pcie,
+        }
+        return max(parts, key=lambda part: parts[part])
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks of one collective, and what they share."""
+
+    lane: Lane
+    ranks: int
+    bandwidth: float
+    """Bytes a second each way."""
+    latency: float
+    """Seconds of one pass around, whatever it moves."""
+
+    def seconds(self, size: float, passes: int = 1) -> float:
+        """Of an all-gather or reduce-scatter of ``size`` bytes in all; an all-reduce passes twice."""
+        if self.ranks == 1:
+            return 0.0
+        return passes * (self.latency + size * (self.ranks - 1) / self.ranks / self.bandwidth)
+
+
+def ring(machine: Machine, ranks: int, stride: int) -> Ring:
+    """A group of every ``stride``-th device: 1 for model parallelism, its degree for data parallelism."""
+    a_node = machine.devices_per_node
+    here = max(1, a_node // stride)
+    if ranks <= here:
+        return Ring(Lane.INSIDE, ranks, machine.inside.bandwidth, (ranks - 1) * machine.inside.latency)
+    groups = min(stride, a_node)
+    nodes = -(-ranks // here)
+    latency = (nodes - 1) * machine.between.latency + (here - 1) * machine.inside.latency
+    bandwidth = min(machine.inside.bandwidth, machine.between.bandwidth / groups)
+    return Ring(Lane.BETWEEN, ranks, bandwidth, latency)
+
+
+def host_update_bytes(offload: Offload, width: int, moments: int = 2) -> int:
+    """Traffic in host memory of updating one parameter.
+
+    >>> host_update_bytes(Offload(), 2), host_update_bytes(Offload(moments=torch.bfloat16, split_master=True), 2)
+    (28, 18)
+    """
+    master = 6 if offload.split_master else 8  # read and written; of a split one the upper half is the parameter sent
+    states = 2 * moments * (4 if offload.moments is torch.float32 else 2)
+    return master + states + (2 * width if width == 2 else width)
+
+
+def step_time(model: Transformer, setup: Setup, machine: Machine, *, overlap: bool = True) -> StepTime:
+    """The time of a step once it is under way.
+
+    Args:
+        model: what is trained.
+        setup: how.
+        machine: on what.
+        overlap: False for a runtime that waits for every collective, as those of the papers' time did.
+
+    >>> from .machine_profile import load
+    >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50304, positions=1024)
+    >>> step_time(gpt, Setup(stage=0, batch=8), load("h200")).bottleneck
+    <Bottleneck.COMPUTE: 'compute'>
+    """
+    if setup.micro_batches <= LAID_OUT:
+        return _Step(model, setup, machine, overlap).measure()
+    fewer, most = (
+        _Step(model, replace(setup, micro_batches=count), machine, overlap).measure()
+        for count in (LAID_OUT - 1, LAID_OUT)
+    )
+    more = setup.micro_batches - LAID_OUT
+    parts = {
+        entry.name: getattr(most, entry.name) + more * (getattr(most, entry.name) - getattr(fewer, entry.name))
+        for entry in fields(StepTime)
+    }
+    return StepTime(**{name: max(0.0, value) for name, value in parts.items()})
+
+
+class _Step:
+    """Steps of one rank on a timeline. Unit 0 is the root, which is computed last in forward (its head)."""
+
+    def __init__(self, model: Transformer, setup: Setup, machine: Machine, overlap: bool) -> None:
+        self.setup, self.offload, self.overlap = setup, setup.offload, overlap
+        tensor, width = setup.model_parallel, setup.width
+        self.units = [size / tensor for size in model.units]
+        self.layers = model.layers
+        self.timeline = Timeline()
+        self.data = ring(machine, setup.world, tensor)
+        self.tensor = ring(machine, tensor, 1)
+
+        tokens = setup.batch * setup.sequence
+        rate = machine.device.rate(tokens * model.hidden**2 / tensor, half=width == 2)
+        head = 2.0 * tokens * model.vocabulary * model.hidden / tensor
+        block = model.forward_flops(setup.batch, setup.sequence) / tensor - head
+        self.forward_seconds = [head / rate, *[block / model.layers / rate] * model.layers]
+        self.backward_blocks = 3 if setup.checkpointing else 2
+        self.flops = setup.micro_batches * (3 * head + (1 + self.backward_blocks) * block)
+        # Two all-reduces a block and pass, the recomputing one included.
+        self.tensor_seconds = self.tensor.seconds(2.0 * tokens * model.hidden * width / 2, passes=2) * 2
+
+        ranks = min(setup.devices, machine.devices_per_node)
+        shard = setup.world if setup.stage >= 1 else 1
+        fraction = 0.0 if self.offload is None else self.offload.host_fraction
+        fraction = 1.0 if fraction == "auto" else fraction
+        on_host = [size / shard * fraction for size in self.units]
+        self.device_update = [
+            (size / shard - hosted) * DEVICE_UPDATE_BYTES / machine.device.bandwidth
+            for size, hosted in zip(self.units, on_host, strict=True)
+        ]
+        self.down = [size * width / machine.pcie.down for size in on_host]
+        self.up = [size * width / machine.pcie.up for size in on_host]
+        self.host_update = [0.0] * len(self.units)
+        self.host_add = [0.0] * len(self.units)
+        self.from_host = [0.0] * len(self.units)
+        if self.offload is not None:
+            # What crosses while the host updates goes over the same memory: parameters up, and where backward goes on
+            # meanwhile gradients down.
+            crossing = width * (2 if self._beside_backward else 1)
+            bytes_a_parameter = host_update_bytes(self.offload, width, setup.moments) + crossing
+            if self.offload.read_back:
+                bytes_a_parameter += width
+                self.down = [2 * seconds for seconds in self.down]
+            bandwidth = machine.host_bandwidth(ranks)
+            self.host_update = [size * bytes_a_parameter / bandwidth for size in on_host]
+            if setup.micro_batches > 1:
+                self.host_add = [size * (width + 8 + width) / bandwidth for size in on_host]
+            if self.offload.parameters == "cpu":
+                self.from_host, self.up = self.up, [0.0] * len(self.units)
+        self.wire = [size * width for size in self.units]
+        count = len(self.units)
+        self.ready = [0.0] * count  # when forward may use a unit (or gather it)
+        self.updated = [0.0] * count  # when its gradient's slot on the host is free
+        self.landed = [0.0] * count
+        self.reduced = [0.0] * count
+
+    @property
+    def _beside_backward(self) -> bool:
+        return self.offload is not None and (
+            self.offload.update_in_backward or self.offload.delayed_update_after is not None
+        )
+
+    @property
+    def _delayed(self) -> bool:
+        return self.offload is not None and self.offload.delayed_update_after is not None
+
+    def measure(self) -> StepTime:
+        ends = []
+        for _ in range(STEPS):
+            for _ in range(self.setup.micro_batches):
+                self._forward()
+                self._backward()
+            ends.append(self.timeline.free(Lane.DEVICE))
+            self._update()
+        window = Span(ends[-2], ends[-1])
+        order = (Lane.DEVICE, Lane.HOST, Lane.BETWEEN, Lane.INSIDE, Lane.UP, Lane.DOWN)
+        spent = self.timeline.exposed(window, *order)
+        on_device = sum(self.device_update)
+        return StepTime(
+            compute=spent[Lane.DEVICE] - on_device,
+            update=spent[Lane.HOST] + on_device,
+            exposed_inside=spent[Lane.INSIDE],
+            exposed_between=spent[Lane.BETWEEN],
+            exposed_pcie=spent[Lane.UP] + spent[Lane.DOWN],
+            flops=self.flops,
+        )
+
+    # -- the life of a unit ---------------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        blocks = range(1, self.layers + 1)
+        there = self._pass([0, *blocks], gathers=[0, *blocks], seconds=self.forward_seconds, head=False)
+        self._compute(self.forward_seconds[0], 0.0, there[0])
+
+    def _backward(self) -> None:
+        blocks = range(self.layers, 0, -1)
+        backward = [2 * self.forward_seconds[0], *(self.backward_blocks * s for s in self.forward_seconds[1:])]
+        self._compute(backward[0], 0.0)
+        gathers = [block for block in blocks if block <= self.layers - self.setup.keep]
+        self._pass(list(blocks), gathers=gathers, seconds=backward, head=True)
+        self._reduce(0)
+
+    def _pass(self, order: list[int], gathers: Iterable[int], seconds: list[float], head: bool) -> dict[int, float]:
+        """Units in order, each gathered ahead of need; in backward (``head``) each is reduced behind the next."""
+        there: dict[int, float] = {}
+        waiting = [unit for unit in order if unit in set(gathers)] if self.setup.stage == 3 else []
+        if self.setup.stage < 3:
+            there = {} if head else {unit: self.ready[unit] for unit in order}
+        recent: list[int] = []
+        for position, unit in enumerate(order):
+            ahead = order[: position + 1 + self.setup.prefetch]
+            while waiting and waiting[0] in ahead:
+                following = waiting.pop(0)
+                there[following] = self._gather(following)
+            if unit == 0:
+                continue  # the embedding is looked up, not multiplied
+            waits = [there.get(unit, 0.0), there.get(0, 0.0)]
+            if head and len(recent) >= IN_FLIGHT:
+                waits.append(self.reduced[recent[-IN_FLIGHT]])
+            if head and len(recent) >= LANDING:
+                waits.append(self.landed[recent[-LANDING]])
+            passes = (self.backward_blocks - 1) if head else 1
+            self._compute(seconds[unit], passes * self.tensor_seconds, *waits)
+            if head:
+                self._reduce(unit)
+                recent.append(unit)
+        return there
+
+    def _compute(self, seconds: float, tensor: float, *after: float) -> None:
+        done = self.timeline.run(Lane.DEVICE, seconds, *after)
+        if tensor:
+            # The device waits for every one of them: its next work comes after.
+            self._wait(self.timeline.run(self.tensor.lane, tensor, done))
+
+    def _wait(self, until: float) -> None:
+        self.timeline.hold(Lane.DEVICE, until)
+
+    def _gather(self, unit: int) -> float:
+        now = self.timeline.free(Lane.DEVICE)
+        here = self.timeline.run(Lane.UP, self.from_host[unit], self.ready[unit], now)
+        done = self.timeline.run(self.data.lane, self.data.seconds(self.wire[unit]), here)
+        if not self.overlap:
+            self._wait(done)
+        return done
+
+    def _reduce(self, unit: int) -> None:
+        passes = 2 if self.setup.stage == 0 else 1
+        seconds = self.data.seconds(self.wire[unit], passes)
+        done = self.timeline.run(self.data.lane, seconds, self.timeline.free(Lane.DEVICE))
+        if not self.overlap:
+            self._wait(done)
+        self.reduced[unit] = done
+        if self.offload is None:
+            return
+        landed = self.timeline.run(Lane.DOWN, self.down[unit], done, self.updated[unit])
+        if self._delayed:
+            self.ready[unit] = self._publish(unit, landed)
+        self.landed[unit] = self.timeline.run(Lane.HOST, self.host_add[unit], landed) if self.host_add[unit] else landed
+        if self.offload.update_in_backward:
+            self._update_on_host(unit, self.landed[unit])
+
+    def _update(self) -> None:
+        """After a step's last backward: all is reduced, the ranks agree and find the norm, units are updated."""
+        agree = self.data.seconds(0.0, passes=2) * 2
+        known = self.timeline.run(self.data.lane, agree, max(self.reduced))
+        forward, backward = range(len(self.units)), [*range(self.layers, 0, -1), 0]
+        for unit in forward:
+            if self.device_update[unit]:
+                done = self.timeline.run(Lane.DEVICE, self.device_update[unit], known)
+                self.ready[unit] = self._send(unit, done)
+        if self.offload is None or self.offload.update_in_backward:
+            return
+        known = max(known, *self.landed)
+        for unit in backward if self._delayed else forward:
+            self._update_on_host(unit, known)
+        if self.offload.blocking:
+            self._wait(max(self.ready))
+
+    def _update_on_host(self, unit: int, after: float) -> None:
+        self.updated[unit] = self.timeline.run(Lane.HOST, self.host_update[unit], after)
+        if not self._delayed:
+            self.ready[unit] = self._publish(unit, self.updated[unit])
+
+    def _publish(self, unit: int, after: float) -> float:
+        return self._send(unit, self.timeline.run(Lane.UP, self.up[unit], after))
+
+    def _send(self, unit: int, after: float) -> float:
+        """Updated parameters to the other ranks, where they are whole at rest."""
+        if self.setup.stage not in (1, 2):
+            return after
+        done = self.timeline.run(self.data.lane, self.data.seconds(self.wire[unit]), after)
+        if not self.overlap:
+            self._wait(done)
+        return done
