@@ -368,7 +368,7 @@ class Fabric:
 
     def maximum(self, values: list[int]) -> list[int]:
         """The element-wise maximum over all ranks, on the host. Blocks, but does not wait for the device's work."""
-        if self.group is None:
+        if self.group is None or self.backend == "fake":
             return values
         self.progress("agreement on gradients")
         host = torch.tensor(values, dtype=torch.int64)

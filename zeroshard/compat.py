@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -21,6 +24,12 @@ def in_backward() -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the backward pass that is running now has ended. DDP and FSDP use the same queue."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def run_backward(loss: Tensor) -> None:
+    """The same as ``loss.backward()``, which leaves a mode for torch's functions, so recomputation would not see it."""
+    engine, ones = torch.autograd.Variable._execution_engine, torch.ones_like(loss)
+    engine.run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 _UNLABELLED = nullcontext()
@@ -36,6 +45,50 @@ def label(name: str) -> AbstractContextManager[Any]:
 def version(tensor: Tensor) -> int:
     """How often a tensor was written in place, as autograd counts it."""
     return int(tensor._version)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values, as in a dry run without a device."""
+    return isinstance(tensor, FakeTensor)
+
+
+def pointer(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; a fake one has none, and its storage's identity stands in."""
+    return int(tensor.untyped_storage()._cdata) if is_fake(tensor) else tensor.data_ptr()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Tells storages apart."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def without_values() -> AbstractContextManager[Any]:
+    """Inside, new tensors have shapes and no values, and operations compute shapes alone."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class OperationWatch(TorchDispatchMode):
+    """Inside, ``see`` is called with the tensors that each operation of torch gives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
+        return result
+
+    def see(self, tensors: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+@contextmanager
+def one_rank_of(world: int, rank: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world whose other ranks are not there; collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def untraced(function: Function) -> Function:

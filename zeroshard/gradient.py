@@ -36,6 +36,8 @@ class _Reduction:
     pending: Pending | None
     local: Tensor
     out: Tensor
+    complete: bool
+    """Whether every parameter had its gradient when it began."""
 
 
 class FlatGradient:
@@ -73,14 +75,17 @@ class FlatGradient:
         self._stand_ins: list[Tensor] | None = None
         self._shown: list[tuple[Tensor, int] | None] = [None] * count
         self._host: HostShard | None = None
-        self._deliver: Callable[[Tensor], bool] | None = None
+        self._deliver: Callable[[Tensor, bool], bool] | None = None
         self.used = [False] * count
         """Which parameters got a gradient since the last step: on this rank, and after the agreement on any."""
         self.awaited = False
         """Some rank holds gradients that the others have not seen, so all must reduce."""
 
-    def live_on(self, host: HostShard, deliver: Callable[[Tensor], bool]) -> None:
-        """Averaged gradients go to the host: ``deliver`` takes one, or returns False if it is to stay for the step."""
+    def live_on(self, host: HostShard, deliver: Callable[[Tensor, bool], bool]) -> None:
+        """Averaged gradients go to the host: ``deliver`` takes one, or returns False if it is to stay for the step.
+
+        It is told whether the gradient is complete, or some parameters were not used or are still to come.
+        """
         self._host, self._deliver = host, deliver
         self.visible = False
 
@@ -163,7 +168,7 @@ class FlatGradient:
             self._zero_unwritten(local)
         self._written = [False] * len(self._written)
         if self._fabric.world == 1:
-            return _Reduction(None, local, local)
+            return _Reduction(None, local, local, self.complete)
         local = local.to(self._reduce_dtype)
         lane = self._fabric.reduces
         pending: Pending
@@ -175,7 +180,7 @@ class FlatGradient:
             else:
                 out = self._new(self.own.numel, self._reduce_dtype)
             pending = lane.reduce_scatter(local, out, self.label)
-        return _Reduction(self._average_between_replicas(pending, out), local, out)
+        return _Reduction(self._average_between_replicas(pending, out), local, out, self.complete)
 
     def _average_between_replicas(self, inside: Pending, out: Tensor) -> Pending:
         lane = self._fabric.between
@@ -192,12 +197,12 @@ class FlatGradient:
             if reduction.pending is not None:
                 reduction.pending.wait()
             with compat.label(f"zeroshard.stash {self.label}"):
-                self._put(reduction.out)
+                self._put(reduction.out, reduction.complete)
 
-    def _put(self, out: Tensor) -> None:
+    def _put(self, out: Tensor, complete: bool) -> None:
         if self._host is not None and self._deliver is not None:
             narrow = out.dtype is not self.dtype and not self._host.received and self._fabric.world > 1
-            if self._deliver(out.to(self.dtype) if narrow else out):
+            if self._deliver(out.to(self.dtype) if narrow else out, complete):
                 return
         if self._accumulator is None and self._stash is None:
             if out.dtype is self.dtype:
@@ -253,11 +258,11 @@ class FlatGradient:
 
     def _shows_values(self, index: int, shown: Tensor) -> bool:
         held = self._held
-        return self.visible and held is not None and shown.data_ptr() == self._slot(held, index).data_ptr()
+        return self.visible and held is not None and compat.pointer(shown) == compat.pointer(self._slot(held, index))
 
     def _touched(self, index: int, shown: Tensor, version: int) -> bool:
         """Whether a placeholder was zeroed. Its value is looked at only where that costs no wait, or is called for."""
-        if compat.version(shown) == version and (shown.is_cuda or not shown.numel()):
+        if compat.version(shown) == version and (shown.is_cuda or compat.is_fake(shown) or not shown.numel()):
             return False
         value = float(shown.flatten()[0]) if shown.numel() else 0.0
         if compat.version(shown) == version and math.isnan(value):

@@ -50,7 +50,7 @@ class HostUpdate:
 
     # -- in backward ----------------------------------------------------------------------------------------------
 
-    def deliver(self, flat: Flat, gradient: Tensor) -> bool:
+    def deliver(self, flat: Flat, gradient: Tensor, complete: bool) -> bool:
         """Takes a gradient in backward. False if it must wait for the step."""
         host = _host_of(flat)
         if not self._options.update_in_backward:
@@ -70,7 +70,7 @@ class HostUpdate:
             host.receive(gradient)
             return True
         host.check_not_updated()
-        if not gradient_of(flat).complete or gradient_of(flat).present:
+        if not complete or gradient_of(flat).present:
             # Some rank may have used what this one has not: the ranks agree on that in step(). Or it comes in parts.
             return False
         if self._frozen is None:

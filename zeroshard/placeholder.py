@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from . import compat
+
 
 class Placeholders:
     """The placeholders of one model: one NaN scalar a dtype, on the model's device."""
@@ -49,6 +51,8 @@ class Placeholders:
 
         (Looking at the value of now would wait for the device.)
         """
+        if any(map(compat.is_fake, self._scalars.values())):
+            return
         seen = [scalar.to("cpu", non_blocking=True) for scalar in self._scalars.values()]
         if self._device.type == "cuda":
             look = (seen, torch.cuda.Event())

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from . import compat
 from .buffers import Buffers
 from .comm import Fabric, Traffic
 from .config import Config, state_table
@@ -163,7 +164,7 @@ class Runtime(NotCopyable):
             host_memory=None if self.pipeline is None else measure_host(self.pipeline),
             host_traffic=dict(self._host_traffic),
             memory_at_step=self._memory_at_step,
-            grad_norm=None if norm is None else float(norm),
+            grad_norm=None if norm is None or compat.is_fake(norm) else float(norm),
             steps=0 if optimizer is None else optimizer.steps,
             skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
             loss_scale=None if self.scaler is None else self.scaler.scale,

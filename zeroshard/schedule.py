@@ -84,6 +84,10 @@ class Schedule:
         self._training, self._evaluation, self._backward = _Order(), _Order(), _Order()
         self._forward = self._evaluation
         self._in_backward: list[Unit] = []
+        """Units whose backward has begun and is not known to be over."""
+        self._recomputed: list[Unit] = []
+        """Units gathered by the recomputation that ran last, whose own backward has not begun."""
+        self._recomputing = False
         self._backward_running = False
         self._turning: set[Unit] = set()
         """Units gathered in forward because backward begins with them."""
@@ -190,6 +194,7 @@ class Schedule:
             )
             self._backward_running = False
             self._in_backward.clear()
+            self._recomputed.clear()
             self._reducer.clear()
             for unit in self._units:
                 unit.release()
@@ -214,7 +219,7 @@ class Schedule:
 
     def _before_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if compat.in_backward():
-            self._enter_backward(unit)
+            self._enter_recomputation(unit)
         else:
             self._open.append(unit)
             following = self._forward.enter(unit, self._ahead)
@@ -291,6 +296,9 @@ class Schedule:
 
     def _before_backward(self, unit: Unit, gradient: Tensor, enclosing: tuple[Unit, ...] = ()) -> None:
         self.begin_backward()
+        self._recomputing = False
+        if unit in self._recomputed:
+            self._recomputed.remove(unit)
         self._enter_backward(unit)
         for other in self._in_backward:
             if other is not unit and other is not self._root and other not in enclosing:
@@ -298,6 +306,20 @@ class Schedule:
                 with torch.no_grad():
                     self._reducer.passed(other)
         self._in_backward = [unit, *enclosing]
+
+    def _enter_recomputation(self, unit: Unit) -> None:
+        """The forward of a unit inside backward. Its parameters stay until its own backward, which comes next.
+
+        Its backward has not begun, so that the backward of another is no sign that it is over.
+        """
+        if not self._recomputing:  # another part of the model: what the last one left is not needed any more
+            for other in self._recomputed:
+                self._release(other)
+            self._recomputed.clear()
+            self._recomputing = True
+        if unit not in self._in_backward and unit not in self._recomputed:
+            self._recomputed.append(unit)
+        self._gather_in_backward(unit)
 
     def begin_backward(self) -> None:
         if torch.is_grad_enabled():  # in hooks, exactly if the backward itself is to be differentiated
@@ -309,9 +331,11 @@ class Schedule:
             compat.after_backward(self._end_backward)
 
     def _enter_backward(self, unit: Unit) -> None:
-        """Also reached from the forward of a recomputation, before or instead of the hook on the output."""
         if unit not in self._in_backward:
             self._in_backward.append(unit)
+        self._gather_in_backward(unit)
+
+    def _gather_in_backward(self, unit: Unit) -> None:
         if self._sharded:
             self._make_present(unit, self._backward.enter(unit, self._ahead), "backward")
         else:
@@ -349,6 +373,8 @@ class Schedule:
             self._backward_running = False
             self._backward.end()
             self._in_backward.clear()
+            self._recomputed.clear()
+            self._recomputing = False
             self._blind.clear()
             if not torch.is_grad_enabled():
                 self._differentiable = False

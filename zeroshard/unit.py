@@ -351,7 +351,7 @@ class Flat:
     def _point(self, tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
-        self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._pointers = [compat.pointer(tensor) for tensor in tensors]
         self._versions = self._versions_now()
 
     def _point_at_placeholders(self) -> None:
@@ -366,12 +366,16 @@ class Flat:
         That is: to a placeholder, to gathered parameters that are about to be released, or to 16-bit parameters
         that a master stands behind.
         """
-        if [p.data_ptr() for p in self.parameters] == self._pointers and self._versions_now() == self._versions:
+        if [compat.pointer(p) for p in self.parameters] == self._pointers and self._versions_now() == self._versions:
             return
         writes_count = self.presence is Presence.PRESENT and not self.sharded and not self.separate_master
         facts = zip(self.layout.slots, self.parameters, self._versions, self._pointers, strict=True)
         for slot, parameter, version, pointer in facts:
-            if parameter.data_ptr() != pointer or parameter.dtype is not self.dtype or parameter.shape != slot.shape:
+            if (
+                compat.pointer(parameter) != pointer
+                or parameter.dtype is not self.dtype
+                or parameter.shape != slot.shape
+            ):
                 self._point(self._views if self.presence is Presence.PRESENT else self._stand_ins)
                 raise RuntimeError(
                     f"parameter {slot.name!r} was pointed at other memory after shard(), by a conversion or by an "

@@ -195,7 +195,7 @@ class Twice(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.xfail(reason="comes in parts"))])
+@pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_updates_in_backward_wait_for_a_block_that_is_called_twice(stage: int) -> None:
     scenario = Scenario(build=partial(seeded, Twice))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
 
+from .. import compat
 from ..comm import Traffic
 from ..config import Place
 from ..offload.pipeline import Pipeline
@@ -112,8 +113,8 @@ def measure_host(pipeline: Pipeline) -> Memory:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    sizes = ((compat.storage_key(tensor), tensor.untyped_storage().nbytes()) for tensor in tensors)
+    return {key: size for key, size in sizes if size}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,0 +1,180 @@
+"""One rank of N, run for real: true shapes, true schedule, true allocations, and nobody to talk to.
+
+With a GPU its memory is real, and torch's allocator is what measures it. Without one, tensors have shapes and no
+values, and what is measured is the storages that are alive: the same runtime either way, not a model of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+from ..api import shard, stats
+from ..comm import Traffic
+from ..observe.ledger import Memory
+from ..runtime import runtime_of
+from ..unit import Flat
+
+STEPS = 3
+"""The first two steps learn the order of units and make the optimizer's states."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank held and would have sent."""
+
+    parameters: int
+    """Ψ."""
+    at_step: Memory
+    """Model states between backward and update, as the papers count them."""
+    peak: int
+    """Bytes alive at once at most in the last step, activations included."""
+    at_rest: int
+    """Bytes alive when it ended."""
+    volume: Mapping[str, Traffic]
+    kept: int
+    """Elements that stage 3 held from forward to backward."""
+    real: bool
+    """Whether the memory was a device's."""
+
+    @property
+    def volume_elements(self) -> int:
+        return sum(traffic.elements for traffic in self.volume.values())
+
+
+def dry_run(
+    build: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    loss: Callable[[nn.Module], Tensor],
+    *,
+    world: int,
+    rank: int = 0,
+    real: bool | None = None,
+    **options: Any,
+) -> DryRun:
+    """Runs rank ``rank`` of ``world`` for a few steps.
+
+    ``loss`` is one forward pass, inputs included. ``real`` is whether to use the GPU; by default if there is one.
+    """
+    real = torch.cuda.is_available() if real is None else real
+    if not 0 <= rank < world:
+        raise ValueError(f"rank={rank} does not exist in a world of {world}")
+    if not real and options.get("offload") is not None:
+        raise ValueError("a dry run with offload needs a GPU: the host's kernel updates memory, and here is none")
+    with compat.one_rank_of(world, rank):
+        if real:
+            return _on_device(build, optimizer, loss, options)
+        with compat.without_values():
+            return _without_values(build, optimizer, loss, options)
+
+
+def _on_device(
+    build: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    loss: Callable[[nn.Module], Tensor],
+    options: Mapping[str, Any],
+) -> DryRun:
+    before = torch.cuda.memory_allocated()
+    with torch.device("meta"):
+        model = build()
+    model, stepper = shard(model, optimizer(model), init="empty", **options)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            torch.cuda.reset_peak_memory_stats()
+        _train(model, stepper, loss)
+    torch.cuda.synchronize()
+    peak, rest = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    return _report(model, peak, rest, real=True)
+
+
+def _without_values(
+    build: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    loss: Callable[[nn.Module], Tensor],
+    options: Mapping[str, Any],
+) -> DryRun:
+    with _LiveStorages() as live:
+        model = build()
+        model, stepper = shard(model, optimizer(model), **{**options, "device": "cpu"})
+        runtime = runtime_of(model)
+        sharded = [flat for unit in runtime.units for flat in unit.flats if flat.sharded]
+        live.watch(sharded, lambda: runtime.fabric.gathers.hash)
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                live.peak = 0
+            _train(model, stepper, loss)
+        return _report(model, live.peak, live.now(), real=False)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor]) -> None:
+    loss(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _report(model: nn.Module, peak: int, at_rest: int, *, real: bool) -> DryRun:
+    seen = stats(model)
+    assert seen.memory_at_step is not None
+    return DryRun(
+        parameters=seen.parameters,
+        at_step=seen.memory_at_step,
+        peak=peak,
+        at_rest=at_rest,
+        volume=seen.volume,
+        kept=seen.kept_parameters,
+        real=real,
+    )
+
+
+class _LiveStorages(compat.OperationWatch):
+    """Bytes of the storages that operations have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes: dict[int, int] = {}
+        self._total = 0
+        self._flats: dict[int, Flat] = {}
+        self._present: list[Flat] = []
+        self._gathers: Callable[[], int] = int
+        self._seen_gathers = 0
+        self.peak = 0
+
+    def watch(self, flats: list[Flat], gathers: Callable[[], int]) -> None:
+        """Flats whose storage is emptied and filled again, which no operation shows.
+
+        There may be thousands: all of them are looked at only when ``gathers`` tells that one was filled.
+        """
+        self._flats = {compat.storage_key(flat.whole): flat for flat in flats}
+        self._gathers = gathers
+        for key in self._flats:
+            self._forget(key)
+
+    def now(self) -> int:
+        """Bytes alive."""
+        gathers = self._gathers()
+        if gathers != self._seen_gathers:
+            self._seen_gathers, self._present = gathers, list(self._flats.values())
+        sizes = [(flat, flat.whole.untyped_storage().nbytes()) for flat in self._present]
+        self._present = [flat for flat, size in sizes if size]
+        return self._total + sum(size for _, size in sizes)
+
+    def see(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._note(tensor)
+        self.peak = max(self.peak, self.now())
+
+    def _note(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), compat.storage_key(tensor)
+        if key not in self._sizes and key not in self._flats:
+            self._sizes[key] = storage.nbytes()
+            self._total += storage.nbytes()
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._total -= self._sizes.pop(key, 0)
