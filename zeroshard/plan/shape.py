@@ -24,6 +24,8 @@ class Transformer:
     """Learned positions; 0 for rotary ones."""
     kv_heads: int | None = None
     """Heads of keys and values, where fewer than ``heads`` share them."""
+    head_width: int | None = None
+    """Of one head; hidden / heads by default."""
     intermediate: int | None = None
     """Width of the MLP; 4 · hidden by default."""
     gated: bool = False
@@ -38,12 +40,16 @@ class Transformer:
 
     @property
     def kv_width(self) -> int:
-        return self.hidden // self.heads * (self.kv_heads or self.heads)
+        return (self.head_width or self.hidden // self.heads) * (self.kv_heads or self.heads)
+
+    @property
+    def query_width(self) -> int:
+        return self.head_width * self.heads if self.head_width else self.hidden
 
     @property
     def block_matrices(self) -> int:
         """Elements of one block's matrices, which are what it multiplies by."""
-        attention = 2 * self.hidden * (self.hidden + self.kv_width)
+        attention = 2 * self.hidden * (self.query_width + self.kv_width)
         return attention + (3 if self.gated else 2) * self.hidden * self.mlp_width
 
     @property
@@ -54,7 +60,7 @@ class Transformer:
         30740800
         """
         norms = 2 * self.hidden * (2 if self.biases else 1)
-        biases = 2 * self.hidden + 2 * self.kv_width + self.mlp_width + self.hidden if self.biases else 0
+        biases = self.query_width + 2 * self.kv_width + 2 * self.hidden + self.mlp_width if self.biases else 0
         return self.block_matrices + norms + biases
 
     @property
@@ -81,7 +87,7 @@ class Transformer:
         """Of one forward pass over a micro-batch: matrices, attention and head."""
         tokens = batch * sequence
         matrices = 2.0 * tokens * (self.layers * self.block_matrices + self.vocabulary * self.hidden)
-        attention = 4.0 * tokens * sequence * self.hidden * self.layers
+        attention = 4.0 * tokens * sequence * self.query_width * self.layers
         return matrices + attention
 
 
@@ -107,6 +113,8 @@ class Setup:
     prefetch: int = 1
     keep: int = field(default=1)
     """Stage 3: blocks held from forward to backward, beside the root."""
+    max_unit_bytes: int = 1 << 30
+    """A block above this is several units."""
 
     @property
     def width(self) -> int:

@@ -1,0 +1,86 @@
+"""What forward leaves for backward, and the most that is alive at a time: the papers' formula, a transformer's own.
+
+Counted as torch runs a decoder with fused attention, op by op: a tensor is counted as long as autograd or the module
+that made it holds on to it. Model parallelism divides what is inside attention and MLP, and the logits; the residual
+stream and what a checkpoint keeps of it stay whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .shape import Setup, Transformer
+
+PAPER_TENSORS = 12
+"""Tensors of batch · sequence · hidden elements that a block leaves, as ZeRO, section 3.2, estimates it."""
+
+
+def paper_activations(model: Transformer, setup: Setup, *, divided: bool = False) -> float:
+    """Bytes by ZeRO's estimate: 12 · hidden · batch · sequence · layers elements, of which checkpointing keeps one.
+
+    ``divided``: checkpoints are divided among the model-parallel ranks (P_a).
+    """
+    tensors = 1 if setup.checkpointing else PAPER_TENSORS
+    ranks = setup.model_parallel if divided else 1
+    return setup.width * tensors * model.hidden * setup.batch * setup.sequence * model.layers / ranks
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes alive beside model states in one micro-batch. Tuples go by block: the root's entry, then each block's."""
+
+    saved: int
+    """What forward leaves for backward."""
+    forward: tuple[int, ...]
+    """The most while the forward of a block runs, all before it included."""
+    loss: int
+    """The most between the forward of the last block and its backward."""
+    backward: tuple[int, ...]
+    """The most while the backward of a block runs."""
+    after_backward: tuple[int, ...]
+    """When the last gradient of a block has come."""
+    early_root_gradients: int = 0
+    """Gradients of the root's that come before those of the blocks, and so wait for the others."""
+
+
+def transformer_activations(model: Transformer, setup: Setup) -> Activations:
+    """Those of one micro-batch on one rank."""
+    width, ranks = setup.width, setup.model_parallel
+    tokens = setup.batch * setup.sequence
+    stream = tokens * model.hidden * width  # one tensor of the residual stream
+    inside = tokens * width / ranks  # one element a token, of what model parallelism divides
+    logits = tokens * model.vocabulary / ranks  # elements
+    table = int(model.vocabulary * model.hidden * width / ranks)  # the embedding's gradient
+
+    mlp, attention = model.mlp_width * inside, 2 * (model.query_width + model.kv_width) * inside
+    row_sums = 4 * setup.batch * setup.sequence * model.heads / ranks  # fp32, of attention
+    if model.biases:  # LayerNorm keeps its input, and mean and deviation in fp32
+        norm_input, norm = stream, 8 * tokens
+    else:  # RMSNorm as it is mostly written: an fp32 copy of its input, its scale, and the normalised values
+        norm_input, norm = 0, 4 * tokens * model.hidden + 4 * tokens + stream
+    # Queries, keys, values and result; norms and what they give to the next matrix; of the MLP what its activation
+    # takes and gives, and where it is gated also the gate's partner and their product.
+    block = int(attention + row_sums + 2 * (norm_input + norm + stream) + (4 if model.gated else 2) * mlp)
+    checkpoint = stream if setup.checkpointing else block
+    recomputed = block - norm_input if setup.checkpointing else 0  # its input is the checkpoint
+    passing = int(2 * stream + (3 if model.gated else 2) * mlp) if setup.checkpointing else 2 * stream
+
+    # Head and loss: the last norm, and the softmax in fp32.
+    ending = norm_input + norm + stream
+    widened = 4 if width < 4 else 0  # bytes a logit of the copy in fp32
+    held_head = table if model.tied else 0  # autograd sums the gradients of a tied table before anyone sees them
+    below = [number * checkpoint for number in range(model.layers + 1)]
+    return Activations(
+        saved=int(below[-1] + ending + 4 * logits),
+        forward=(2 * stream, *(size + passing for size in below[1:])),
+        loss=int(below[-1] + ending + max((width + widened + 4) * logits, 12 * logits)),
+        backward=(
+            max(stream + 2 * table, 3 * table) if model.tied else stream + table,  # a tied table's two, and their sum
+            *(int(size + recomputed + stream + (2 if model.gated else 1) * mlp + held_head) for size in below[1:]),
+        ),
+        after_backward=(
+            0,
+            *(int(size + stream + held_head) for size in below[:-1]),
+        ),
+        early_root_gradients=0 if model.tied else table,
+    )

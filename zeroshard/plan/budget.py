@@ -1,0 +1,395 @@
+"""Memory of one rank by kind, as this runtime has it: at the step, as the papers count, and at its peak.
+
+A step's phases are walked unit by unit, with what is alive beside model states in each: activations, gathered
+parameters (stage 3), gradients that are not yet shards or not yet on the host, and the update's batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ..bounds import DEPOSIT_BYTES, FIRST_ELEMENTS, IN_FLIGHT, UPDATE_ELEMENTS
+from ..config import Extent, state_table
+from ..offload.arena import aligned
+from ..offload.pipeline import HIGH_HALVES, LANDING, RING
+from ..offload.placement import stay_on_device, stay_within
+from ..offload.states import HostBytes, bytes_of, wanted
+from .activations import Activations, transformer_activations
+from .shape import Setup, Transformer
+from .units import FlatShape, UnitShape, transformer_units
+
+FP32 = 4
+WORKSPACE = 64 << 20
+"""Of the library that multiplies matrices on a GPU: forward and backward run on threads that have one each."""
+PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Phase(Enum):
+    """Parts of a step."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on the device, by kind."""
+
+    parameters: int = 0
+    """At rest."""
+    gradients: int = 0
+    """In the parameters' precision: at rest, under way to other ranks or to the host."""
+    accumulators: int = 0
+    """Gradients of several micro-batches, in fp32."""
+    optimizer_states: int = 0
+    """Masters and moments."""
+    buffers: int = 0
+    """Of the model."""
+    activations: int = 0
+    gathered: int = 0
+    """Whole parameters of units in use, where parameters rest as shards."""
+    temporary: int = 0
+    """The update's batch, gradients being collected, workspaces."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, kind) for kind in KINDS)
+
+    @property
+    def model_states(self) -> int:
+        """What the papers' formulas count."""
+        return self.parameters + self.gradients + self.optimizer_states
+
+
+KINDS = tuple(entry.name for entry in fields(DeviceMemory))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one rank needs."""
+
+    at_step: DeviceMemory
+    """Between backward and update."""
+    peak: DeviceMemory
+    phase: Phase
+    """When the peak is."""
+    host: HostBytes
+    """States in host memory, and what several micro-batches add up in."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model that was traced rather than described: its units and activations for one width, batch and sequence."""
+
+    name: str
+    units: tuple[UnitShape, ...]
+    buffers: int
+    activations: Activations
+
+    @property
+    def parameters(self) -> int:
+        """Ψ."""
+        return sum(flat.parameters for unit in self.units for flat in unit.flats)
+
+
+Model = Transformer | Traced
+
+
+def units_of(model: Model, setup: Setup) -> tuple[UnitShape, ...]:
+    """The units of one rank, the root first."""
+    return model.units if isinstance(model, Traced) else transformer_units(model, setup)
+
+
+def budget(model: Model, setup: Setup) -> Budget:
+    """What one rank of a setup needs.
+
+    >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024)
+    >>> needs = budget(gpt, Setup(stage=2, world=64, batch=8))
+    >>> round(needs.at_step.model_states / gpt.parameters, 2), needs.phase.value
+    (2.22, 'loss')
+    """
+    activations = model.activations if isinstance(model, Traced) else transformer_activations(model, setup)
+    buffers = model.buffers if isinstance(model, Traced) else 0
+    rank = _Rank(setup, units_of(model, setup), activations, buffers)
+    phase, peak = max(rank.moments(), key=lambda moment: moment[1].total)
+    return Budget(rank.at_step, peak, phase, rank.host)
+
+
+class _PlacedFlat(NamedTuple):
+    """A flat on one rank; sizes in elements."""
+
+    shape: FlatShape
+    whole: int
+    shard: int
+    own: int
+    """The range this rank updates."""
+    on_host: bool
+    """Whether its states live there."""
+
+
+class _PlacedUnit(NamedTuple):
+    block: int
+    flats: tuple[_PlacedFlat, ...]
+
+    @property
+    def trained(self) -> list[_PlacedFlat]:
+        return [flat for flat in self.flats if flat.shape.trained]
+
+    @property
+    def whole(self) -> int:
+        return sum(flat.whole for flat in self.flats)
+
+
+class _Rank:
+    """One rank's memory, moment by moment."""
+
+    def __init__(self, setup: Setup, units: Sequence[UnitShape], activations: Activations, buffers: int) -> None:
+        self.setup, self.activations, self.buffers = setup, activations, buffers
+        self.width = setup.width
+        self.table = state_table(setup.stage, setup.world, setup.offload)
+        self.sharded = self.table.parameters.extent is Extent.SHARD
+        self.units = place(setup, units)
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self._blocks: dict[int, list[_PlacedUnit]] = {}
+        for unit in self.units:
+            self._blocks.setdefault(unit.block, []).append(unit)
+
+    # -- at rest --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rest(self) -> DeviceMemory:
+        """What is there all the time."""
+        parameters_on_host = self.setup.offload is not None and self.setup.offload.parameters == "cpu"
+        parameters = 0 if parameters_on_host else sum(f.shard if self.sharded else f.whole for f in self.flats)
+        states = 0
+        for flat in self.flats:
+            if flat.shape.trained and not flat.on_host:
+                master = FP32 * flat.own if self.width < FP32 else 0
+                states += master + FP32 * self.setup.moments * round(flat.shape.parameters * flat.own / flat.whole)
+        accumulators = 0
+        if self.accumulates:
+            accumulators = sum(FP32 * flat.own for flat in self.flats if flat.shape.trained and not flat.on_host)
+        return DeviceMemory(
+            parameters=self.width * parameters,
+            optimizer_states=states,
+            accumulators=accumulators,
+            buffers=self.buffers,
+            temporary=WORKSPACE,
+        )
+
+    @property
+    def accumulates(self) -> bool:
+        return self.setup.micro_batches > 1
+
+    def stashed(self, flat: _PlacedFlat) -> int:
+        """Bytes of an averaged gradient where it rests."""
+        if flat.on_host or self.accumulates or not flat.shape.trained:
+            return 0
+        return self.width * (flat.own if self.table.gradients.extent is Extent.SHARD else flat.whole)
+
+    @cached_property
+    def at_step(self) -> DeviceMemory:
+        gradients = sum(self.stashed(flat) for flat in self.flats)
+        return _add(self.rest, gradients=gradients, temporary=-WORKSPACE)
+
+    @cached_property
+    def host(self) -> HostBytes:
+        offload, dtype = self.setup.offload, PARAMETER_DTYPES[self.setup.precision]
+        if offload is None:
+            return HostBytes()
+        names = [str(number) for number in range(self.setup.moments)]
+        found, largest = HostBytes(), 0
+        for flat in self.flats:
+            if flat.on_host:
+                found += bytes_of(wanted(offload, dtype, names), flat.own)
+                largest = max(largest, aligned(self.width * flat.own))
+                if self.accumulates:
+                    found += HostBytes(pageable=FP32 * flat.own)
+            elif not flat.shape.trained:
+                found += bytes_of(wanted(offload, dtype, None), flat.shard)
+        turns = RING * offload.update_in_backward + HIGH_HALVES * offload.read_back
+        return found + HostBytes(pinned=largest * turns)
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def moments(self) -> Iterator[tuple[Phase, DeviceMemory]]:
+        """All that could be the peak."""
+        yield from self._forward()
+        yield (
+            Phase.LOSS,
+            _add(
+                self.rest,
+                activations=self.activations.loss,
+                gathered=self._gathered([self.units[0], *self.units[-1 - self.setup.prefetch :]]),
+            ),
+        )
+        yield from self._backward()
+        yield from self._update()
+
+    def _forward(self) -> Iterator[tuple[Phase, DeviceMemory]]:
+        for number, unit in enumerate(self.units):
+            following = self.units[number + 1 : number + 1 + self.setup.prefetch]
+            yield (
+                Phase.FORWARD,
+                _add(
+                    self.rest,
+                    activations=self.activations.forward[unit.block],
+                    gathered=self._gathered([self.units[0], unit, *following, *self._kept_before(number)]),
+                ),
+            )
+
+    def _kept_before(self, number: int) -> list[_PlacedUnit]:
+        """Units that are held from here to backward."""
+        first = max(1, len(self.units) - self.setup.keep)
+        return list(self.units[first:number])
+
+    def _backward(self) -> Iterator[tuple[Phase, DeviceMemory]]:
+        stashed = 0
+        done: list[_PlacedFlat] = []
+        for number in range(len(self.units) - 1, -1, -1):
+            unit = self.units[number]
+            others = stashed + sum(self._under_way(done))
+            for moment in self._backward_of(number, others):
+                yield Phase.BACKWARD, moment
+            done += unit.trained
+            stashed += sum(self.stashed(flat) for flat in unit.flats)
+
+    def _backward_of(self, number: int, others: int) -> Iterator[DeviceMemory]:
+        """Of one unit, beside so many bytes of others' gradients."""
+        unit, activations = self.units[number], self.activations
+        # The parts of a block that is recomputed as a whole are gathered together.
+        present = [self.units[0], *(self._blocks[unit.block] if self.setup.checkpointing else [unit])]
+        present += self._kept_before(number)
+        following = self.units[max(0, number - self.setup.prefetch) : number]
+        entering = self.units[max(0, number - 1 - self.setup.prefetch) : number]
+        collected = self.width * sum(flat.whole for flat in unit.trained)
+        largest = self.width * max((flat.shape.largest for flat in unit.trained), default=0)
+        early = self._early_in_root()
+        others += early if unit.block else 0
+
+        # While it computes: its gradients have a buffer from the first deposit on.
+        computing = (collected if largest >= DEPOSIT_BYTES else largest) if unit.block else early
+        yield _add(
+            self.rest,
+            activations=activations.backward[unit.block],
+            gradients=others + computing,
+            gathered=self._gathered([*present, *following]),
+        )
+        # When the last of its gradients have come, they are copied into the buffer.
+        yield _add(
+            self.rest,
+            activations=activations.after_backward[unit.block],
+            gradients=others + collected,
+            temporary=min(collected, DEPOSIT_BYTES + largest),
+            gathered=self._gathered([*present, *following]),
+        )
+        # The next unit is entered before this one is left.
+        yield _add(
+            self.rest,
+            activations=activations.after_backward[unit.block],
+            gradients=others + collected,
+            gathered=self._gathered([*present, *entering]),
+        )
+
+    def _under_way(self, done: Sequence[_PlacedFlat]) -> tuple[int, int]:
+        """Bytes of gradients that are being reduced, and of those that wait to be copied to the host."""
+        flying = 0
+        in_flight = IN_FLIGHT - 1 if self.setup.world > 1 else 0
+        latest = list(done[::-1])
+        if self.table.gradients.extent is Extent.SHARD or self.accumulates:
+            flying = sum(self.width * flat.whole for flat in latest[:in_flight])
+        landing = [flat for flat in latest[in_flight:] if flat.on_host][:LANDING]
+        divided = self.table.gradients.extent is Extent.SHARD
+        return flying, sum(self.width * (flat.own if divided else flat.whole) for flat in landing)
+
+    def _early_in_root(self) -> int:
+        """Gradients of the root that came before the blocks': they wait, or have a buffer for all of the root's."""
+        early = self.activations.early_root_gradients
+        whole = self.width * sum(flat.whole for flat in self.units[0].trained)
+        return whole if early >= DEPOSIT_BYTES else early
+
+    def _update(self) -> Iterator[tuple[Phase, DeviceMemory]]:
+        """The optimizer runs on batches of flats: their gradients in fp32, and one temporary of Adam's beside it."""
+        gradients = sum(self.stashed(flat) for flat in self.flats)
+        widened = FP32 if self.width < FP32 and not self.accumulates else 0
+        beside = FP32 if self.setup.moments > 1 else 0
+        batches = list(self._batches())
+        for number, elements in enumerate(batches or [0]):
+            first = self.units[: 1 + self.setup.prefetch] if number and self.setup.offload is None else []
+            yield (
+                Phase.UPDATE,
+                _add(
+                    self.rest,
+                    gradients=gradients,
+                    temporary=elements * (widened + beside),
+                    gathered=self._gathered(first),
+                ),
+            )
+
+    def _batches(self) -> Iterator[int]:
+        elements, enough = 0, FIRST_ELEMENTS
+        for flat in self.flats:
+            if flat.shape.trained and not flat.on_host:
+                elements += flat.own
+                if elements >= enough:
+                    yield elements
+                    elements, enough = 0, UPDATE_ELEMENTS
+        if elements:
+            yield elements
+
+    def _gathered(self, units: Sequence[_PlacedUnit]) -> int:
+        if not self.sharded:
+            return 0
+        distinct = {id(unit): unit for unit in units}.values()
+        return self.width * sum(unit.whole for unit in distinct)
+
+
+def place(setup: Setup, units: Sequence[UnitShape]) -> list[_PlacedUnit]:
+    """A rank's ranges of all flats, and whose states are on the host."""
+    table, world = state_table(setup.stage, setup.world, setup.offload), setup.world
+    divided = table.optimizer.extent is Extent.SHARD
+
+    def own(flat: FlatShape) -> int:
+        return flat.shard(world) if divided else flat.numel(world)
+
+    sizes = [sum(own(flat) for flat in unit.flats if flat.trained) for unit in units]
+    stays = _stay(setup, sizes, units)
+    return [
+        _PlacedUnit(
+            unit.block,
+            tuple(
+                _PlacedFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not stays_here)
+                for flat in unit.flats
+            ),
+        )
+        for unit, stays_here in zip(units, stays, strict=True)
+    ]
+
+
+def _stay(setup: Setup, sizes: Sequence[int], units: Sequence[UnitShape]) -> list[bool]:
+    offload = setup.offload
+    if offload is None:
+        return [True] * len(sizes)
+    if offload.host_fraction != "auto":
+        return stay_on_device(sizes, offload.host_fraction)
+    if offload.device_memory is None:  # decided by what is free when it starts
+        return [False] * len(sizes)
+    sharded = state_table(setup.stage, setup.world, offload).parameters.extent is Extent.SHARD
+    elements = sum(
+        flat.shard(setup.world) if sharded else flat.numel(setup.world) for unit in units for flat in unit.flats
+    )
+    masters = FP32 if setup.width < FP32 else 0
+    room = offload.device_memory - setup.width * elements
+    return stay_within(sizes, setup.width + masters + 2 * FP32, max(room, 0))
+
+
+def _add(memory: DeviceMemory, **more: int) -> DeviceMemory:
+    return DeviceMemory(**{kind: getattr(memory, kind) + more.get(kind, 0) for kind in KINDS})

@@ -1,0 +1,68 @@
+"""What a step communicates between ranks, and between host and device: exact, as ``stats(model)`` counts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import Extent, state_table
+from .budget import Model, place, units_of
+from .shape import Setup
+
+
+@dataclass(frozen=True)
+class Volume:
+    """One step of one rank, after the first."""
+
+    all_gather: int = 0
+    """Elements of whole flats, as all the following."""
+    reduce_scatter: int = 0
+    all_reduce: int = 0
+    """Counted twice: it is a reduce-scatter and an all-gather."""
+    to_host: int = 0
+    """Bytes."""
+    to_device: int = 0
+    """Bytes."""
+
+    @property
+    def elements(self) -> int:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+
+def volume(model: Model, setup: Setup) -> Volume:
+    """What a step of a setup moves. Every micro-batch is reduced.
+
+    >>> from .shape import Transformer
+    >>> gpt = Transformer(layers=2, hidden=64, heads=1, vocabulary=256)
+    >>> [round(volume(gpt, Setup(stage=stage, world=2, keep=0)).elements / gpt.parameters, 1) for stage in range(4)]
+    [2.0, 2.0, 2.0, 2.9]
+    """
+    offload, width, times = setup.offload, setup.width, setup.micro_batches
+    table = state_table(setup.stage, setup.world, offload)
+    units = place(setup, units_of(model, setup))
+    flats = [flat for unit in units for flat in unit.flats]
+    trained = sum(flat.whole for flat in flats if flat.shape.trained)
+    kept = {0, *range(max(1, len(units) - setup.keep), len(units))}
+    gathers = [times * (1 if number in kept else 2) for number in range(len(units))]
+
+    gathered = reduced = summed = 0
+    if table.parameters.extent is Extent.SHARD:
+        gathered = sum(unit.whole * count for unit, count in zip(units, gathers, strict=True))
+        reduced = times * trained
+    elif table.optimizer.extent is Extent.SHARD:
+        gathered, reduced = trained, times * trained
+    else:
+        summed = 2 * times * trained
+
+    down = up = 0
+    if offload is not None:
+        own = sum(flat.own for flat in flats if flat.on_host)
+        down = width * own * (times + offload.read_back)
+        if offload.parameters == "cpu":
+            up = width * sum(
+                flat.shard * count for unit, count in zip(units, gathers, strict=True) for flat in unit.flats
+            )
+        else:
+            up = width * own
+    if setup.world == 1:
+        gathered = reduced = summed = 0
+    return Volume(gathered, reduced, summed, down, up)
