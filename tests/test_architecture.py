@@ -24,6 +24,7 @@ LAYERS = [
     {"comm"},
     {"observe.watchdog"},
     {"hook"},
+    {"plan.paper", "plan.scale"},
     {"plan.time"},
     {"plan.machine_profile", "plan.timeline"},
     {"plan.memory", "plan.shape"},

@@ -80,10 +80,10 @@ def test_more_prefetch_never_costs_time() -> None:
     assert times(stage=3, prefetch=1).total < times(stage=3, prefetch=0).total
 
 
-def test_overlap_only_helps() -> None:
-    for stage in range(4):
-        setup = Setup(stage=stage, batch=8, world=8)
-        assert step_time(GPT, setup, ETHERNET).total < step_time(GPT, setup, ETHERNET, overlap=False).total
+def test_a_block_is_gathered_in_parts_where_it_exceeds_a_unit() -> None:
+    whole, parts = times(stage=3), times(stage=3, max_unit_bytes=16 << 20)
+    assert parts.total == pytest.approx(whole.total, rel=0.1)
+    assert parts.flops == pytest.approx(whole.flops)
 
 
 def test_the_forward_hides_behind_the_hosts_update_and_a_delayed_update_behind_the_whole_step() -> None:

@@ -15,23 +15,22 @@ which it shares with the other groups of those nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import torch
 
+from ..bounds import IN_FLIGHT
 from ..config import Offload
+from ..offload.pipeline import LANDING
 from .machine_profile import Machine
 from .shape import Setup, Transformer
 from .timeline import Lane, Span, Timeline
 
 DEVICE_UPDATE_BYTES = 77
 """Traffic a parameter of a foreach AdamW on fp32 masters, passes over temporaries included; measured on an H200."""
-IN_FLIGHT = 2
-"""Reduces under way at a time, as in the reducer."""
-LANDING = 3
-"""Gradients that wait on the device to be copied to the host, as in the offload's pipeline."""
 STEPS = 4
 """Steps that are laid out; the last one is taken, when what one leaves to the next has settled."""
 LAID_OUT = 3
@@ -130,14 +129,8 @@ def host_update_bytes(offload: Offload, width: int, moments: int = 2) -> int:
     return master + states + (2 * width if width == 2 else width)
 
 
-def step_time(model: Transformer, setup: Setup, machine: Machine, *, overlap: bool = True) -> StepTime:
+def step_time(model: Transformer, setup: Setup, machine: Machine) -> StepTime:
     """The time of a step once it is under way.
-
-    Args:
-        model: what is trained.
-        setup: how.
-        machine: on what.
-        overlap: False for a runtime that waits for every collective, as those of the papers' time did.
 
     >>> from .machine_profile import load
     >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50304, positions=1024)
@@ -145,10 +138,9 @@ def step_time(model: Transformer, setup: Setup, machine: Machine, *, overlap: bo
     <Bottleneck.COMPUTE: 'compute'>
     """
     if setup.micro_batches <= LAID_OUT:
-        return _Step(model, setup, machine, overlap).measure()
+        return _Step(model, setup, machine).measure()
     fewer, most = (
-        _Step(model, replace(setup, micro_batches=count), machine, overlap).measure()
-        for count in (LAID_OUT - 1, LAID_OUT)
+        _Step(model, replace(setup, micro_batches=count), machine).measure() for count in (LAID_OUT - 1, LAID_OUT)
     )
     more = setup.micro_batches - LAID_OUT
     parts = {
@@ -161,11 +153,13 @@ def step_time(model: Transformer, setup: Setup, machine: Machine, *, overlap: bo
 class _Step:
     """Steps of one rank on a timeline. Unit 0 is the root, which is computed last in forward (its head)."""
 
-    def __init__(self, model: Transformer, setup: Setup, machine: Machine, overlap: bool) -> None:
-        self.setup, self.offload, self.overlap = setup, setup.offload, overlap
+    def __init__(self, model: Transformer, setup: Setup, machine: Machine) -> None:
+        self.setup, self.offload = setup, setup.offload
         tensor, width = setup.model_parallel, setup.width
-        self.units = [size / tensor for size in model.units]
-        self.layers = model.layers
+        # A block above the largest unit is several: what is gathered and reduced at a time is then a part of it.
+        parts = math.ceil(model.block * width / tensor / setup.max_unit_bytes)
+        self.layers, self.keep = model.layers * parts, setup.keep * parts
+        self.units = [model.root / tensor, *[model.block / tensor / parts] * self.layers]
         self.timeline = Timeline()
         self.data = ring(machine, setup.world, tensor)
         self.tensor = ring(machine, tensor, 1)
@@ -174,11 +168,11 @@ class _Step:
         rate = machine.device.rate(tokens * model.hidden**2 / tensor, half=width == 2)
         head = 2.0 * tokens * model.vocabulary * model.hidden / tensor
         block = model.forward_flops(setup.batch, setup.sequence) / tensor - head
-        self.forward_seconds = [head / rate, *[block / model.layers / rate] * model.layers]
+        self.forward_seconds = [head / rate, *[block / self.layers / rate] * self.layers]
         self.backward_blocks = 3 if setup.checkpointing else 2
         self.flops = setup.micro_batches * (3 * head + (1 + self.backward_blocks) * block)
         # Two all-reduces a block and pass, the recomputing one included.
-        self.tensor_seconds = self.tensor.seconds(2.0 * tokens * model.hidden * width / 2, passes=2) * 2
+        self.tensor_seconds = self.tensor.seconds(tokens * model.hidden * width, passes=2) * 2 / parts
 
         ranks = min(setup.devices, machine.devices_per_node)
         shard = setup.world if setup.stage >= 1 else 1
@@ -257,7 +251,7 @@ class _Step:
         blocks = range(self.layers, 0, -1)
         backward = [2 * self.forward_seconds[0], *(self.backward_blocks * s for s in self.forward_seconds[1:])]
         self._compute(backward[0], 0.0)
-        gathers = [block for block in blocks if block <= self.layers - self.setup.keep]
+        gathers = [block for block in blocks if block <= self.layers - self.keep]
         self._pass(list(blocks), gathers=gathers, seconds=backward, head=True)
         self._reduce(0)
 
@@ -299,17 +293,12 @@ class _Step:
     def _gather(self, unit: int) -> float:
         now = self.timeline.free(Lane.DEVICE)
         here = self.timeline.run(Lane.UP, self.from_host[unit], self.ready[unit], now)
-        done = self.timeline.run(self.data.lane, self.data.seconds(self.wire[unit]), here)
-        if not self.overlap:
-            self._wait(done)
-        return done
+        return self.timeline.run(self.data.lane, self.data.seconds(self.wire[unit]), here)
 
     def _reduce(self, unit: int) -> None:
         passes = 2 if self.setup.stage == 0 else 1
         seconds = self.data.seconds(self.wire[unit], passes)
         done = self.timeline.run(self.data.lane, seconds, self.timeline.free(Lane.DEVICE))
-        if not self.overlap:
-            self._wait(done)
         self.reduced[unit] = done
         if self.offload is None:
             return
@@ -349,7 +338,4 @@ class _Step:
         """Updated parameters to the other ranks, where they are whole at rest."""
         if self.setup.stage not in (1, 2):
             return after
-        done = self.timeline.run(self.data.lane, self.data.seconds(self.wire[unit]), after)
-        if not self.overlap:
-            self._wait(done)
-        return done
+        return self.timeline.run(self.data.lane, self.data.seconds(self.wire[unit]), after)

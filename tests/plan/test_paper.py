@@ -1,0 +1,80 @@
+"""The papers' claims beside ours."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from zeroshard.plan import paper
+from zeroshard.plan.machine_profile import load
+from zeroshard.plan.paper import Claim, Kind, table
+from zeroshard.plan.shape import Setup
+
+CLAIMS = table()
+
+
+def claim(about: str) -> Claim:
+    (found,) = (claim for claim in CLAIMS if claim.about == about)
+    return found
+
+
+@pytest.mark.parametrize("source", ["ZeRO, figure 1", "ZeRO, table 1", "ZeRO, table 2"])
+def test_formulas_give_every_cell_of_the_papers_tables(source: str) -> None:
+    cells = [claim for claim in CLAIMS if claim.source == source and claim.kind is Kind.THEORY]
+    assert len(cells) == {"ZeRO, figure 1": 4, "ZeRO, table 1": 54, "ZeRO, table 2": 20}[source]
+    for cell in cells:
+        # Printed with two digits or more, large ones cut off; 0.5T, 1T and 2T stand for 512B and so on.
+        assert cell.ours == pytest.approx(cell.printed, rel=0.025), cell
+
+
+def test_three_claims_are_fitted_and_no_more() -> None:
+    fitted = [claim for claim in CLAIMS if claim.fitted]
+    assert {claim.about for claim in fitted} == paper.FITTED
+    assert len(fitted) == 3
+    assert all(abs(claim.error) < 0.02 for claim in fitted)
+
+
+def test_what_was_measured_and_not_fitted_is_foreseen_within_15_percent_on_average() -> None:
+    measured = [claim for claim in CLAIMS if claim.kind is Kind.MEASURED]
+    assert len(measured) > 75
+    assert paper.mean_error(CLAIMS) < 0.15
+
+
+def test_what_was_reached_is_reached() -> None:
+    reached = [claim for claim in CLAIMS if claim.kind is Kind.REACHED]
+    assert len(reached) == 4
+    assert all(claim.ours >= claim.printed for claim in reached)
+
+
+def test_without_model_parallelism_stage_2_trains_nine_times_what_plain_data_parallelism_can() -> None:
+    plain = claim("largest on 128, no model parallelism: plain").ours
+    divided = claim("largest on 128, no model parallelism: stage 2").ours
+    assert plain == pytest.approx(1.38, rel=0.1)
+    assert divided == pytest.approx(13, rel=0.1)
+
+
+def test_60b_is_super_linear_because_a_larger_batch_fits() -> None:
+    machine, model = load("v100"), paper.gpt(75, 8192)
+    worlds = [gpus // 16 for gpus in paper.SUPER_LINEAR]
+    batches = [paper.largest_batch(model, Setup(stage=2, world=world, model_parallel=16), machine) for world in worlds]
+    speeds = [claim(f"60B on {gpus}, the batch that fits").ours for gpus in paper.SUPER_LINEAR]
+    assert batches == sorted(batches)
+    assert batches[0] < batches[-1] / 2
+    assert speeds == sorted(speeds)
+
+
+def test_a_delayed_update_gains_at_every_size() -> None:
+    for size in paper.DELAYED:
+        waiting, delayed = (claim(f"{size}B on 1, batch 8, update {name}").ours for name in ("waiting", "delayed"))
+        assert 1.05 < delayed / waiting < 1.25
+
+
+def test_the_table_is_printed_with_every_error_and_with_what_is_off() -> None:
+    text = io.StringIO()
+    paper.render(Console(file=text, width=200))
+    for entry in CLAIMS:
+        assert entry.about in text.getvalue()
+    assert f"Mean error {paper.mean_error(CLAIMS):.1%}" in text.getvalue()
+    assert "Where it is off" in text.getvalue()

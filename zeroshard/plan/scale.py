@@ -1,0 +1,99 @@
+"""The same job on more devices, and what a whole training costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from .machine_profile import Machine
+from .shape import Setup, Transformer
+from .time import StepTime, step_time
+
+DAY = 24 * 3600
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """A job on so many devices, each with the same batch."""
+
+    devices: int
+    time: StepTime
+    tokens_a_second: float
+    """Of all devices."""
+    efficiency: float
+    """Tokens a second and device, in those of one replica that communicates with no other."""
+
+    @property
+    def exposed(self) -> float:
+        """Share of a step in which communication is all that happens."""
+        return self.time.exposed / self.time.total
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a whole training."""
+
+    steps: float
+    seconds: float
+    devices: int
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY
+
+    @property
+    def device_hours(self) -> float:
+        return self.devices * self.seconds / 3600
+
+
+def tokens_a_step(setup: Setup) -> int:
+    """Of all ranks; those of one model-parallel group see the same ones.
+
+    >>> tokens_a_step(Setup(stage=2, world=8, model_parallel=4, batch=4, sequence=1024, micro_batches=2))
+    65536
+    """
+    return setup.world * setup.batch * setup.sequence * setup.micro_batches
+
+
+def doubling(first: int, last: int) -> list[int]:
+    """First, twice that, and so on, and the last.
+
+    >>> doubling(8, 100)
+    [8, 16, 32, 64, 100]
+    """
+    if not 1 <= first <= last:
+        raise ValueError(f"scale={first}..{last} must be two numbers of devices, the smaller first")
+    counts = [first]
+    while 2 * counts[-1] < last:
+        counts.append(2 * counts[-1])
+    return counts if counts[-1] == last else [*counts, last]
+
+
+def scale(model: Transformer, setup: Setup, machine: Machine, devices: Iterable[int]) -> list[ScalePoint]:
+    """Efficiency and exposed communication as devices grow; the batch of a rank stays."""
+    alone = replace(setup, stage=min(setup.stage, 2), world=1)
+    best = tokens_a_step(alone) / step_time(model, alone, machine).compute / alone.devices
+    points = []
+    for count in devices:
+        world, rest = divmod(count, setup.model_parallel)
+        if rest or not world:
+            raise ValueError(f"{count} devices cannot be divided into groups of model_parallel={setup.model_parallel}")
+        here = replace(setup, world=world)
+        time = step_time(model, here, machine)
+        rate = tokens_a_step(here) / time.total
+        points.append(ScalePoint(count, time, rate, rate / count / best))
+    return points
+
+
+def cost(model: Transformer, setup: Setup, machine: Machine, tokens: float) -> Cost:
+    """Of training on so many tokens.
+
+    >>> from .machine_profile import load
+    >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50304, positions=1024)
+    >>> round(cost(gpt, Setup(stage=2, world=8, batch=8), load("h200"), tokens=30e9).days, 1)
+    1.3
+    """
+    if tokens <= 0:
+        raise ValueError(f"tokens={tokens!r} must be a positive number")
+    steps = tokens / tokens_a_step(setup)
+    return Cost(steps, steps * step_time(model, setup, machine).total, setup.devices)
