@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zeroshard.cli import doctor, dryrun, train
+from zeroshard.cli import doctor, dryrun, plan, train
 
 
 def parser() -> argparse.ArgumentParser:
@@ -14,6 +14,7 @@ def parser() -> argparse.ArgumentParser:
     )
     subcommands = command.add_subparsers(required=True, metavar="COMMAND", title="commands")
     train.define(subcommands.add_parser)
+    plan.define(subcommands.add_parser)
     dryrun.define(subcommands.add_parser)
     doctor.define(subcommands.add_parser)
     return command

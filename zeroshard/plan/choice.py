@@ -1,0 +1,239 @@
+"""Every stage and offload of a job on given hardware, which of them fit, and which to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from ..config import Offload
+from .budget import Budget, Model, budget
+from .hardware import Hardware
+from .models import Subject
+from .shape import Setup, Transformer
+from .time import StepTime, step_time
+from .volume import Volume, volume
+
+LARGEST_BATCH = 1 << 14
+LARGEST_HIDDEN = 1 << 18
+HEAD = 128
+"""Width of a head, and the step of hidden sizes, of models that are made up."""
+VOCABULARY = 50257
+AS_FAST = 0.99
+"""Of two that differ by less in tokens a second, the one that changes less is taken."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to offload."""
+
+    name: str
+    offload: Offload | None
+
+
+def variants(stage: int, setup: Setup, hardware: Hardware) -> Iterator[Variant]:
+    """Those that are worth a row: nothing, all states, all states in fewer bytes; in stage 3 the parameters too."""
+    yield Variant("none", None)
+    if hardware.on_cpu:
+        return
+    bf16 = torch.bfloat16
+    yield Variant("cpu", Offload())
+    yield Variant("cpu, 16-bit states", Offload(moments=bf16))
+    half = setup.precision == "bf16"  # only the upper half of an fp32 number is a bf16 one
+    early = setup.precision != "fp16" and setup.micro_batches == 1  # else all gradients must be there first
+    small = Offload(moments=bf16, split_master=half, read_back=half, update_in_backward=early)
+    if small != Offload(moments=bf16):
+        yield Variant("cpu, small", small)
+    if stage == 3:
+        yield Variant("cpu, parameters too", Offload(parameters="cpu"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage and offload, planned."""
+
+    variant: Variant
+    model: Model
+    setup: Setup
+    hardware: Hardware
+
+    @cached_property
+    def budget(self) -> Budget:
+        return budget(self.model, self.setup)
+
+    @cached_property
+    def volume(self) -> Volume:
+        return volume(self.model, self.setup)
+
+    @cached_property
+    def time(self) -> StepTime | None:
+        """None for a module that was traced, whose arithmetic is not known, and where no profile is."""
+        if self.hardware.machine is None or not isinstance(self.model, Transformer):
+            return None
+        return step_time(self.model, self.setup, self.hardware.machine)
+
+    @property
+    def room(self) -> float:
+        """Bytes of the device that are left; below 0 it does not fit."""
+        return self.hardware.usable_device_memory - self.budget.peak.total
+
+    @property
+    def host_room(self) -> float:
+        """Bytes of the rank's part of host memory that are left."""
+        return self.hardware.host_memory_per_rank - self.budget.host.total
+
+    @property
+    def fits(self) -> bool:
+        return self.room >= 0 and (self.setup.offload is None or self.host_room >= 0)
+
+    @property
+    def tokens_a_second(self) -> float | None:
+        """Of all ranks."""
+        if self.time is None:
+            return None
+        return self.setup.world * self.setup.micro_batches * self.setup.batch * self.setup.sequence / self.time.total
+
+
+def plan(subject: Subject, setup: Setup, hardware: Hardware, batch: int | Literal["max"]) -> list[Row]:
+    """A row for every stage and offload. ``setup`` says all the rest."""
+    found = []
+    for stage in range(4):
+        for variant in variants(stage, setup, hardware):
+            asked = replace(setup, stage=stage, offload=variant.offload, batch=1 if batch == "max" else batch)
+            if batch == "max":
+                asked = replace(asked, batch=largest_batch(subject, asked, hardware))
+            found.append(Row(variant, subject.model(asked), asked, hardware))
+    return found
+
+
+def largest_batch(subject: Subject, setup: Setup, hardware: Hardware) -> int:
+    """Sequences a rank and micro-batch that fit; 1 if not even one does."""
+
+    def fits(batch: int) -> bool:
+        asked = replace(setup, batch=batch)
+        return Row(Variant("", setup.offload), subject.model(asked), asked, hardware).fits
+
+    return max(1, _largest(fits, LARGEST_BATCH))
+
+
+def recommend(rows: Sequence[Row]) -> Row | None:
+    """The fastest that fits; where no times are known, the one that changes least. None if nothing fits."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return None
+    speeds = [row.tokens_a_second or 0.0 for row in fitting]
+    as_fast = [row for row, speed in zip(fitting, speeds, strict=True) if speed >= AS_FAST * max(speeds)]
+    return min(as_fast, key=lambda row: (row.setup.offload is not None, row.setup.stage))
+
+
+# -- the largest model ------------------------------------------------------------------------------------------------
+
+
+def gpt(hidden: int, layers: int, vocabulary: int, positions: int) -> Transformer:
+    """A GPT of some size."""
+    return Transformer(layers=layers, hidden=hidden, heads=hidden // HEAD, vocabulary=vocabulary, positions=positions)
+
+
+def usual_layers(hidden: int) -> int:
+    """How deep GPTs of a width are: 48 at 1600 (GPT-2), about a hundred at 8192 (ZeRO's 100B), 130 at 25600 (1T).
+
+    >>> [usual_layers(hidden) for hidden in (1600, 8192, 25600)]
+    [46, 104, 132]
+    """
+    return max(2, round(hidden / (24 + hidden / 150)))
+
+
+def largest_models(
+    setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY
+) -> list[tuple[Row, Transformer | None]]:
+    """For every stage and offload the largest GPT that fits, and None where not even the smallest does."""
+    found = []
+    for stage in range(4):
+        for variant in variants(stage, setup, hardware):
+            asked = replace(setup, stage=stage, offload=variant.offload)
+            model = largest_model(asked, hardware, vocabulary)
+            shown = model or gpt(HEAD, 2, vocabulary, setup.sequence)
+            found.append((Row(variant, shown, asked, hardware), model))
+    return found
+
+
+def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY) -> Transformer | None:
+    """The largest GPT of a usual shape that fits: the widest one, then as deep as goes before the next width."""
+
+    def fits(hidden: int, layers: int) -> bool:
+        return Row(Variant("", setup.offload), gpt(hidden, layers, vocabulary, setup.sequence), setup, hardware).fits
+
+    width = HEAD * _largest(lambda heads: fits(HEAD * heads, usual_layers(HEAD * heads)), LARGEST_HIDDEN // HEAD)
+    if not width:
+        return None
+    usual = usual_layers(width)
+    more = _largest(lambda extra: fits(width, usual + extra), usual)
+    return gpt(width, usual + more, vocabulary, setup.sequence)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number, up to ``most``, for which something holds that holds for all smaller ones; 0 if for none.
+
+    >>> _largest(lambda number: number < 78, 1000)
+    77
+    """
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# -- how to run it ----------------------------------------------------------------------------------------------------
+
+
+def shard_call(setup: Setup) -> str:
+    """The call that asks for a setup.
+
+    >>> shard_call(Setup(stage=2, offload=Offload(moments=torch.bfloat16)))
+    'zeroshard.shard(model, optimizer, stage=2, precision="bf16", offload=zeroshard.Offload(moments=torch.bfloat16))'
+    """
+    options = [f"stage={setup.stage}", f'precision="{setup.precision}"']
+    if setup.offload is not None:
+        given = [f"{name}={_written(value)}" for name, value in _changed(setup.offload)]
+        options.append(f"offload=zeroshard.Offload({', '.join(given)})" if given else 'offload="cpu"')
+    return f"zeroshard.shard(model, optimizer, {', '.join(options)})"
+
+
+def torchrun_command(setup: Setup, hardware: Hardware, preset: str | None) -> str:
+    """The command that starts it, on every node: a preset is trained with ours, anything else with yours."""
+    nodes = ""
+    if hardware.nodes > 1:
+        nodes = f"--nnodes {hardware.nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
+    program = "train.py"
+    if preset is not None:
+        program = (
+            f"-m zeroshard train {preset} --stage {setup.stage} --precision {setup.precision} "
+            f"--set train.batch={setup.batch}"
+        )
+        if setup.offload is None:
+            program += " --offload none"
+        else:
+            program += " --offload cpu"
+            for name, value in _changed(setup.offload):
+                text = "bf16" if value is torch.bfloat16 else str(value).lower()
+                program += f" --set shard.offload.{name}={text}"
+            if setup.offload.update_in_backward:
+                program += " --set shard.clip_grad_norm=none"
+    return f"torchrun {nodes}--nproc-per-node {hardware.per_node} {program}"
+
+
+def _changed(offload: Offload) -> Iterator[tuple[str, object]]:
+    for entry in fields(offload):
+        if getattr(offload, entry.name) != entry.default:
+            yield entry.name, getattr(offload, entry.name)
+
+
+def _written(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,172 @@
+"""The hardware a plan is for: as given, as a profile has it, or as this machine is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from .. import machine as here
+from .machine_profile import Machine, load, names
+
+GB = 1e9
+CPU_RANKS = 2
+"""Ranks that share a machine without GPUs, as ``zeroshard train`` starts them."""
+CONTEXT = 0.6e9
+"""Bytes of a GPU that its driver, its libraries and NCCL take, which no allocator counts."""
+FRAGMENTS = 0.04
+"""Share of a GPU that the caching allocator cannot use."""
+LARGEST_GPU, LARGEST_NODE, MOST_IN_A_NODE = 1e12, 1e14, 128
+"""Beyond these an option was mistyped."""
+
+
+class HardwareError(ValueError):
+    """Hardware that cannot be, or that contradicts itself."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What there is."""
+
+    gpus: int
+    """In all; ranks, where there is no GPU."""
+    nodes: int
+    device_memory: float
+    """Bytes of one."""
+    host_memory: float
+    """Bytes of a node."""
+    machine: Machine | None = None
+    """The profile that times are predicted with."""
+    guessed: bool = False
+    """Whether that profile was taken for its memory's size alone."""
+    on_cpu: bool = False
+    """Ranks compute in host memory, so that there is nothing to offload."""
+
+    @property
+    def per_node(self) -> int:
+        return self.gpus // self.nodes
+
+    @property
+    def usable_device_memory(self) -> float:
+        """What a rank's peak may be."""
+        if self.on_cpu:
+            return self.device_memory
+        return max(0.0, self.device_memory * (1 - FRAGMENTS) - CONTEXT)
+
+    @property
+    def host_memory_per_rank(self) -> float:
+        return self.host_memory / self.per_node
+
+    def __str__(self) -> str:
+        kind = "rank" if self.on_cpu else "GPU"
+        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        times = ""
+        if self.machine is not None:
+            times = f"; times as on {self.machine.title}" + (
+                " (guessed: name one with --machine)" if self.guessed else ""
+            )
+        count = f"{self.gpus} {kind}{'s' if self.gpus > 1 else ''}"
+        return (
+            f"{count} of {self.device_memory / GB:.4g} GB{nodes}, {self.host_memory / GB:.4g} GB of host memory a node"
+            f"{times}"
+        )
+
+
+def find_hardware(
+    *,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    gpu_memory: float | None = None,
+    host_memory: float | None = None,
+    profile: str | None = None,
+) -> Hardware:
+    """Hardware as it is asked for, sizes in GB; what is not said is a profile's, or this machine's."""
+    _check_numbers(gpus, nodes, gpu_memory, host_memory)
+    machine = _profile(profile)
+    if machine is None and not any((gpus, nodes, gpu_memory)) and not torch.cuda.is_available():
+        return _this_cpu(host_memory)
+    if machine is not None and gpu_memory is not None and gpu_memory * GB > 1.05 * machine.device.memory:
+        raise HardwareError(
+            f"--gpu-memory {gpu_memory:g}: a device of {machine.name} ({machine.title}) has "
+            f"{machine.device.memory / GB:.4g} GB; leave one of the two out"
+        )
+    memory = gpu_memory * GB if gpu_memory is not None else _device_memory(machine)
+    guessed = False
+    if machine is None:
+        machine, guessed = _by_name_or_memory(memory)
+    a_node = machine.devices_per_node
+    count = gpus or (nodes * a_node if nodes else torch.cuda.device_count() or 1)
+    node_count = nodes or math.ceil(count / a_node)
+    if count % node_count:
+        raise HardwareError(
+            f"--gpus {count} cannot be spread evenly over --nodes {node_count}; --gpus counts all nodes'"
+        )
+    if count // node_count > MOST_IN_A_NODE:
+        raise HardwareError(
+            f"--gpus {count} on --nodes {node_count} are {count // node_count} a node; there is no such"
+        )
+    if host_memory is not None:
+        host = host_memory * GB
+    elif profile is None and torch.cuda.is_available():
+        host = float(here.usable_memory())
+    else:
+        host = machine.host.memory
+    found = replace(
+        machine,
+        devices_per_node=count // node_count,
+        device=replace(machine.device, memory=memory),
+        host=replace(machine.host, memory=host),
+    )
+    return Hardware(count, node_count, memory, host, found, guessed)
+
+
+def _check_numbers(gpus: int | None, nodes: int | None, gpu_memory: float | None, host_memory: float | None) -> None:
+    for option, value, most in (
+        ("--gpus", gpus, None),
+        ("--nodes", nodes, None),
+        ("--gpu-memory", gpu_memory, LARGEST_GPU / GB),
+        ("--host-memory", host_memory, LARGEST_NODE / GB),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise HardwareError(f"{option} {value:g}: must be above 0")
+        if value is not None and most is not None and value > most:
+            raise HardwareError(f"{option} {value:g}: is in GB, and nothing has more than {most:g}")
+    if gpus is not None and nodes is not None and nodes > gpus:
+        raise HardwareError(f"--nodes {nodes} of --gpus {gpus} in all leave some without any; --gpus counts all nodes'")
+
+
+def _profile(name: str | None) -> Machine | None:
+    if name is None:
+        return None
+    try:
+        return load(name)
+    except ValueError as error:
+        raise HardwareError(f"--machine: {error}") from None
+
+
+def _device_memory(machine: Machine | None) -> float:
+    if machine is not None:
+        return machine.device.memory
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    raise HardwareError(
+        "--gpus and --nodes need --gpu-memory GB or --machine NAME, as there is no GPU here to take it from"
+    )
+
+
+def _by_name_or_memory(memory: float) -> tuple[Machine, bool]:
+    """The profile of this machine's GPU, else one with such a memory; and whether it is a guess."""
+    known = [load(name) for name in names() if name != "cpu"]
+    if torch.cuda.is_available():
+        title = torch.cuda.get_device_properties(0).name.lower()
+        for machine in known:
+            if machine.name in title:
+                return machine, False
+    return min(reversed(known), key=lambda machine: abs(machine.device.memory - memory)), True
+
+
+def _this_cpu(host_memory: float | None) -> Hardware:
+    memory = host_memory * GB if host_memory is not None else float(here.available_memory())
+    ranks = min(CPU_RANKS, here.usable_cores())
+    return Hardware(ranks, 1, memory / ranks, memory, on_cpu=True)

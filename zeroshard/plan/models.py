@@ -1,0 +1,293 @@
+"""Models to plan for: a preset or a configuration of ours, a Hugging Face ``config.json``, or a module of yours."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import nearest
+from ..train.gpt import ModelConfig
+from ..train.job import JobError, load_job, presets
+from .budget import Traced
+from .shape import Setup, Transformer
+from .trace import trace
+
+
+class ModelError(ValueError):
+    """A model that cannot be planned for; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a plan is asked about, and what its source says about how to train it."""
+
+    name: str
+    transformer: Transformer | None
+    """None for a module that is to be traced."""
+    factory: Factory | None = None
+    batch: int = 1
+    sequence: int = 1024
+    longest: int | None = None
+    """The longest sequence it takes, if that is limited."""
+    checkpointing: bool = True
+    preset: str | None = None
+    """What ``zeroshard train`` calls it."""
+
+    def model(self, setup: Setup) -> Transformer | Traced:
+        """It as the plan takes it; a module is traced once for each batch, sequence and precision."""
+        if self.transformer is not None:
+            return self.transformer
+        assert self.factory is not None
+        return self.factory.traced(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes)
+
+
+def find_model(source: str) -> Subject:
+    """Reads ``--model``.
+
+    >>> find_model("zero-1.5b").transformer.layers
+    48
+    """
+    if source.endswith(".json"):
+        return from_huggingface(Path(source))
+    if Path(source).is_dir():
+        return from_huggingface(Path(source) / "config.json")
+    if ":" in source:
+        return Subject(source, None, Factory(source), batch=1)
+    try:
+        job = load_job(source)
+    except JobError as error:
+        if source.endswith(".toml") or source in presets():
+            raise ModelError(str(error)) from None
+        known = list(presets())
+        raise ModelError(
+            f"--model {source}: no such preset{nearest(source, known)}; give one of {', '.join(known)}, a .toml "
+            "configuration, a Hugging Face config.json, or module:factory"
+        ) from None
+    return Subject(
+        job.name,
+        from_config(job.model, job.name),
+        batch=job.train.batch,
+        sequence=job.model.sequence,
+        longest=job.model.sequence,
+        checkpointing=job.model.checkpointing,
+        preset=source,
+    )
+
+
+def from_config(config: ModelConfig, name: str = "") -> Transformer:
+    """Our own GPT.
+
+    >>> config = ModelConfig(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=50257)
+    >>> from_config(config).parameters == config.parameters
+    True
+    """
+    return Transformer(
+        name=name,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        vocabulary=config.vocabulary,
+        positions=config.sequence,
+        tied=config.tied,
+    )
+
+
+# -- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+def _gpt2(read: Reader) -> Transformer:
+    return Transformer(
+        layers=read("n_layer"),
+        hidden=read("n_embd"),
+        heads=read("n_head"),
+        vocabulary=read("vocab_size"),
+        positions=read("n_positions"),
+        intermediate=read.optional("n_inner"),
+        tied=read.flag("tie_word_embeddings", True),
+    )
+
+
+def _llama(read: Reader) -> Transformer:
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        hidden=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        kv_heads=read.optional("num_key_value_heads"),
+        head_width=read.optional("head_dim"),
+        vocabulary=read("vocab_size"),
+        intermediate=read("intermediate_size"),
+        gated=True,
+        biases=False,  # the few that Qwen 2 has in its attention are below a ten-thousandth
+        tied=read.flag("tie_word_embeddings", False),
+    )
+
+
+def _qwen(read: Reader) -> Transformer:
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        hidden=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        vocabulary=read("vocab_size"),
+        intermediate=read("intermediate_size") // 2,  # the first Qwen counts both halves of the gated MLP
+        gated=True,
+        biases=False,
+        tied=read.flag("tie_word_embeddings", False),
+    )
+
+
+def _gpt_neox(read: Reader) -> Transformer:
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        hidden=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        vocabulary=read("vocab_size"),
+        intermediate=read.optional("intermediate_size"),
+        tied=read.flag("tie_word_embeddings", False),
+    )
+
+
+def _opt(read: Reader) -> Transformer:
+    return Transformer(
+        layers=read("num_hidden_layers"),
+        hidden=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        vocabulary=read("vocab_size"),
+        positions=read("max_position_embeddings") + 2,
+        intermediate=read("ffn_dim"),
+        tied=read.flag("tie_word_embeddings", True),
+    )
+
+
+HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _llama,
+    "opt": _opt,
+    "qwen": _qwen,
+    "qwen2": _llama,
+    "qwen3": _llama,
+}
+"""How the configuration of each model type is read."""
+
+
+class Reader:
+    """Reads numbers from a configuration, and names what is missing."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.missing: list[str] = []
+
+    def __call__(self, key: str) -> int:
+        return self.optional(key, missing=True) or 1
+
+    def optional(self, key: str, missing: bool = False) -> int | None:
+        value = self._values.get(key)
+        if value is None and not missing:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.missing.append(key if value is None else f"{key} (a positive whole number, not {value!r})")
+            return None
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._values.get(key, default))
+
+
+def from_huggingface(file: Path) -> Subject:
+    """A model from its ``config.json``. Weights are not read."""
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"not JSON: {error}"
+        raise ModelError(f"--model {file}: {reason}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ModelError(f"--model {file}: no Hugging Face configuration; it has no 'model_type'")
+    kind = values["model_type"]
+    if kind not in HUGGINGFACE:
+        raise ModelError(
+            f"--model {file}: model_type {kind!r} is not known{nearest(kind, list(HUGGINGFACE))}; known: "
+            f"{', '.join(HUGGINGFACE)}. Any other is planned from a function that builds it: --model module:factory"
+        )
+    read = Reader(values)
+    model = HUGGINGFACE[kind](read)
+    if read.missing:
+        raise ModelError(f"--model {file}: model_type {kind!r} needs {', '.join(read.missing)}")
+    if model.head_width is None and model.hidden % model.heads:
+        raise ModelError(f"--model {file}: {model.heads} heads do not divide a hidden size of {model.hidden}")
+    name = file.parent.name if file.name == "config.json" and file.parent.name else file.stem
+    longest = read.optional("n_positions") or read.optional("max_position_embeddings")
+    sequence = min(1024, longest) if longest else 1024
+    return Subject(name, model, sequence=sequence, longest=longest)
+
+
+# -- any module -------------------------------------------------------------------------------------------------------
+
+
+class Factory:
+    """``module:function``, where the function returns an ``nn.Module``, or one and its inputs.
+
+    Inputs are a tuple or a dict of tensors on the meta device. A function that has parameters called ``batch`` and
+    ``sequence`` is given them. Without inputs, token ids are tried.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        module, _, name = source.partition(":")
+        if not module or not name:
+            raise ModelError(f"--model {source}: must be module:factory, as in my_project.models:build")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            found: Any = importlib.import_module(module)
+        except Exception as error:
+            raise ModelError(f"--model {source}: {module} cannot be imported: {_told(error)}") from None
+        for part in name.split("."):
+            if not hasattr(found, part):
+                functions = [known for known, value in vars(found).items() if callable(value)]
+                raise ModelError(f"--model {source}: {module} has no {part!r}{nearest(part, functions)}")
+            found = getattr(found, part)
+        if not callable(found):
+            raise ModelError(f"--model {source}: {name} is no function, but {type(found).__name__}")
+        self.function: Callable[..., Any] = found
+
+    @lru_cache(maxsize=64)  # noqa: B019 - one lives as long as the command
+    def traced(self, precision: str, batch: int, sequence: int, max_unit_bytes: int) -> Traced:
+        """Builds the module on the meta device and traces a forward and backward."""
+        import inspect
+
+        known = inspect.signature(self.function).parameters
+        given = {key: value for key, value in (("batch", batch), ("sequence", sequence)) if key in known}
+        try:
+            with torch.device("meta"):
+                made = self.function(**given)
+        except Exception as error:
+            raise ModelError(f"--model {self.source}: building it on the meta device failed: {_told(error)}") from None
+        model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"--model {self.source}: must return an nn.Module, or one and its inputs, not {type(made).__name__}"
+            )
+        try:
+            return trace(model.to("meta"), inputs, precision, batch, sequence, max_unit_bytes, name=self.source)
+        except Exception as error:
+            raise ModelError(
+                f"--model {self.source}: tracing {type(model).__name__} on the meta device failed: {_told(error)}; "
+                "return (module, inputs) if it does not take token ids, and keep values of tensors out of its control "
+                "flow"
+            ) from None
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

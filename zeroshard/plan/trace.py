@@ -1,0 +1,238 @@
+"""What any module leaves for backward and keeps alive: one forward and backward on the meta device, storages counted.
+
+Nothing is computed and no memory is taken. Attention counts as the fused kernels of a GPU have it, which leave queries,
+keys, values, the result and one number a row, not the scores.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import compat
+from ..config import DTYPES
+from ..layout import UnitSpec, find_units
+from .activations import Activations
+from .budget import Traced
+from .units import module_units
+
+TARGETS = ("labels", "targets")
+"""What forward may call what it is to predict; with it most models return a loss."""
+
+
+def trace(
+    model: nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any] | None,
+    precision: str,
+    batch: int,
+    sequence: int,
+    max_unit_bytes: int,
+    name: str = "",
+) -> Traced:
+    """Traces a model that is on the meta device. Without inputs it is given token ids.
+
+    Its outputs are summed to a loss where they are none yet.
+    """
+    dtype = DTYPES[precision]
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    units = find_units(model, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
+    args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
+    watch = _Watch(model, units)
+    with watch, _FusedAttention():
+        output = model(*args, **kwargs)
+        watch.end_forward()
+        loss = _loss(output)
+        del output
+        compat.run_backward(loss)
+    return Traced(
+        name or type(model).__name__,
+        module_units(model, dtype.itemsize, max_unit_bytes),
+        buffers,
+        watch.activations(),
+    )
+
+
+def _arguments(
+    model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any] | None, batch: int, sequence: int, dtype: torch.dtype
+) -> tuple[list[Any], dict[str, Any]]:
+    if inputs is None:
+        tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+        known = inspect.signature(model.forward).parameters
+        return [tokens], {target: tokens for target in TARGETS if target in known}
+
+    def ready(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to("meta", dtype if value.is_floating_point() else value.dtype)
+
+    if isinstance(inputs, Mapping):
+        return [], {key: ready(value) for key, value in inputs.items()}
+    values = [inputs] if isinstance(inputs, Tensor) else inputs
+    return [ready(value) for value in values], {}
+
+
+def _loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+    if not tensors:
+        raise ValueError("no output of it depends on its parameters")
+    if len(tensors) == 1 and tensors[0].dim() == 0:
+        return tensors[0]
+    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+class _Watch(compat.OperationWatch):
+    """Counts the bytes of storages that are alive, but for the model's own, and when they are most."""
+
+    def __init__(self, model: nn.Module, units: Sequence[UnitSpec]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, int] = {}
+        self._own = {compat.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._alive = self._peak = 0
+        self._count = len(units)
+        self._forward, self._backward, self._after = ([0] * len(units) for _ in range(3))
+        self._loss = self._saved = self._early = 0
+        self._turned = False
+        """Whether the loss is being computed, or backward has begun."""
+        self._note: Callable[[int], None] = _into(self._forward, 0)
+        for number, unit in enumerate(units):
+            if number:
+                unit.module.register_forward_pre_hook(self._enter(number), prepend=True)
+                unit.module.register_forward_hook(self._leave(number))
+            for _, parameter in unit.parameters:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._take(number))
+
+    def see(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            key, storage = compat.storage_key(tensor), tensor.untyped_storage()
+            if key not in self._known and key not in self._own:
+                self._known[key] = storage.nbytes()
+                self._alive += storage.nbytes()
+                self._note(self._alive)
+                weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self._alive -= self._known.pop(key, 0)
+
+    # -- where the pass is ----------------------------------------------------------------------------------------
+
+    def _enter(self, number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if compat.in_backward():
+                self._at(self._backward, number)
+            else:
+                self._at(self._forward, number)
+
+        return hook
+
+    def _leave(self, number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if compat.in_backward():
+                return
+            self._at(self._forward, 0)  # what follows is the root's, or the loss
+            if number == self._count - 1:
+                self._note = self._note_loss
+                self._note(self._alive)
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: self._at(self._backward, number))
+
+        return hook
+
+    def _take(self, number: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            size = parameter.grad.nbytes
+            if number == 0 and not any(self._after[1:]):
+                self._early += size
+            parameter.grad = None  # it goes to a buffer that the plan counts
+            self._after[number] = self._alive
+            if number == 0 and (any(self._after[1:]) or self._count == 1):  # before that, the loss is under way
+                self._at(self._backward, 0)
+
+        return hook
+
+    def _at(self, peaks: list[int], number: int) -> None:
+        self._note = _into(peaks, number)
+        self._note(self._alive)
+
+    def _note_loss(self, alive: int) -> None:
+        self._loss = max(self._loss, alive)
+
+    def end_forward(self) -> None:
+        """The model has returned; its loss, where it made none, comes now."""
+        self._saved = self._alive
+        self._note = self._note_loss
+        self._note(self._alive)
+
+    def activations(self) -> Activations:
+        """What was seen."""
+        return Activations(
+            saved=self._saved,
+            forward=tuple(self._forward),
+            loss=self._loss,
+            backward=tuple(self._backward),
+            after_backward=tuple(self._after),
+            early_root_gradients=self._early,
+        )
+
+
+def _into(peaks: list[int], number: int) -> Callable[[int], None]:
+    """Notes what is alive as the most of one entry, if it is."""
+
+    def note(alive: int) -> None:
+        peaks[number] = max(peaks[number], alive)
+
+    return note
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention as a GPU's kernels have it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **given)
+        query, key, value = (args[i] if i < len(args) else given[n] for i, n in enumerate(("query", "key", "value")))
+        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        *batch, heads, rows, _ = query.shape
+        result = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-2, -3)  # as the kernels lay it out
+        sums = query.new_empty(*batch, heads, rows, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
