@@ -30,7 +30,7 @@ LAYERS = [
     {"plan.budget"},
     {"plan.activations", "plan.units"},
     {"plan.paper", "plan.scale"},
-    {"plan.time"},
+    {"plan.time", "plan.calibrate"},
     {"plan.machine_profile", "plan.timeline"},
     {"plan.memory", "plan.shape", "train.gpt", "train.job"},
     {"offload.shard"},
