@@ -1,0 +1,191 @@
+"""What is planned is what a run has: states from live storages, volume and traffic as counted, peaks from shapes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.models import loss_of, net
+from tests.ranks import on_ranks
+from zeroshard.config import Offload
+from zeroshard.plan.activations import Activations
+from zeroshard.plan.budget import WORKSPACE, Traced, budget
+from zeroshard.plan.dryrun import dry_run
+from zeroshard.plan.models import from_config
+from zeroshard.plan.shape import Setup
+from zeroshard.plan.units import module_units
+from zeroshard.plan.volume import volume
+from zeroshard.train.gpt import GPT, ModelConfig
+
+SMALL = ModelConfig(layers=3, hidden=128, heads=2, sequence=32, vocabulary=256)
+DEEP = ModelConfig(layers=6, hidden=64, heads=1, sequence=16, vocabulary=300, tied=False)
+BF16 = torch.bfloat16
+STEPS = 6
+"""A delayed update takes the longest to settle."""
+
+
+def live_storages() -> dict[int, int]:
+    """Storages that any live tensor of this process uses, asked from the garbage collector."""
+    gc.collect()
+    found = {}
+    for tensor in gc.get_objects():
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def train(config: ModelConfig, micro_batches: int = 1, **options: Any) -> tuple[int, Any]:
+    """Bytes that model states take between the last backward and its step, and what the step before it moved."""
+    before = live_storages()
+    torch.manual_seed(0)
+    model = GPT(config)
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), **options)
+    tokens = torch.randint(256, (2, config.sequence))
+    for number in range(STEPS):
+        for _ in range(micro_batches):
+            model(tokens, tokens).backward()
+        if number == STEPS - 1:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    counted = zeroshard.stats(model)
+    if not (isinstance(options.get("offload"), Offload) and options["offload"].update_in_backward):
+        optimizer.clip_grad_norm_(1e9)  # settles reduces under way
+    zeroshard.synchronize(model)
+    after = live_storages()
+    held = sum(size for pointer, size in after.items() if pointer not in before) - tokens.nbytes
+    optimizer.step()
+    zeroshard.synchronize(model)
+    return held, counted
+
+
+STATES = [
+    (config, stage, precision) for config in (SMALL, DEEP) for stage in range(4) for precision in ("bf16", "fp32")
+]
+OFFLOADS: list[tuple[int, str, Offload]] = [
+    (0, "bf16", Offload()),
+    (1, "bf16", Offload()),
+    (2, "bf16", Offload()),
+    (3, "bf16", Offload()),
+    (2, "fp32", Offload()),
+    (2, "bf16", Offload(moments=BF16)),
+    (2, "bf16", Offload(split_master=True)),
+    (3, "bf16", Offload(split_master=True, read_back=True, moments=BF16)),
+    (2, "bf16", Offload(host_fraction=0.5)),
+    (2, "bf16", Offload(delayed_update_after=1)),
+    (3, "bf16", Offload(parameters="cpu")),
+    (3, "bf16", Offload(parameters="cpu", split_master=True)),
+    (3, "fp32", Offload(parameters="cpu")),
+]
+
+
+@pytest.mark.parametrize("case", range(len(STATES)))
+@on_ranks(2)
+def test_states_and_volume_of_every_stage(case: int) -> None:
+    config, stage, precision = STATES[case]
+    held, counted = train(config, stage=stage, precision=precision)
+    setup = Setup(stage=stage, world=2, precision=precision, sequence=config.sequence, checkpointing=False)  # type: ignore[arg-type]
+    model = from_config(config)
+    assert budget(model, setup).at_step.model_states == pytest.approx(held, rel=0.01)
+    assert volume(model, setup).elements == counted.volume_elements
+    assert {name: traffic.elements for name, traffic in counted.volume.items()} == {
+        name: size for name, size in _by_collective(model, setup).items() if size
+    }
+
+
+def _by_collective(model: Any, setup: Setup) -> dict[str, int]:
+    moved = volume(model, setup)
+    return {"all_gather": moved.all_gather, "reduce_scatter": moved.reduce_scatter, "all_reduce": moved.all_reduce}
+
+
+@pytest.mark.parametrize("case", range(len(OFFLOADS)))
+@on_ranks(2)
+def test_states_volume_and_traffic_of_every_offload(case: int) -> None:
+    """On a CPU, the host's buffers are storages like the device's; the two places are told apart by the plan alone."""
+    stage, precision, offload = OFFLOADS[case]
+    held, counted = train(SMALL, stage=stage, precision=precision, offload=offload)
+    setup = Setup(stage=stage, world=2, precision=precision, offload=offload, sequence=32, checkpointing=False)  # type: ignore[arg-type]
+    model = from_config(SMALL)
+    needs, moved = budget(model, setup), volume(model, setup)
+    assert needs.at_step.model_states + needs.host.total == pytest.approx(held, rel=0.01)
+    assert moved.elements == counted.volume_elements
+    assert {"to the host": moved.to_host, "to the device": moved.to_device} == dict(counted.host_traffic)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_states_and_volume_of_several_micro_batches(stage: int) -> None:
+    held, counted = train(SMALL, micro_batches=2, stage=stage, precision="bf16")
+    setup = Setup(stage=stage, world=2, micro_batches=2, sequence=32, checkpointing=False)
+    needs = budget(from_config(SMALL), setup).at_step
+    assert needs.model_states + needs.accumulators == pytest.approx(held, rel=0.01)
+    assert volume(from_config(SMALL), setup).elements == counted.volume_elements
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_volume_of_any_module_with_frozen_parameters_and_sizes_that_divide_nothing(stage: int) -> None:
+    model = net(depth=3)
+    model.blocks[1].requires_grad_(False)
+    units = module_units(model, 2, 1 << 30)
+    traced = Traced("net", units, 0, Activations(0, (0,) * 4, 0, (0,) * 4, (0,) * 4))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(trained), stage=stage, precision="bf16")
+    for number in range(3):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert volume(traced, Setup(stage=stage, world=2)).elements == zeroshard.stats(model).volume_elements
+
+
+# -- peaks, as far as shapes tell -------------------------------------------------------------------------------------
+
+PEAKS = {
+    "checkpointed": (ModelConfig(layers=6, hidden=256, heads=4, sequence=128, checkpointing=True), 8, 1 << 30),
+    "all kept": (ModelConfig(layers=6, hidden=256, heads=4, sequence=128), 8, 1 << 30),
+    "many tokens": (ModelConfig(layers=3, hidden=256, heads=4, sequence=128, vocabulary=9000), 8, 1 << 30),
+    "small batch": (ModelConfig(layers=6, hidden=512, heads=4, sequence=64, checkpointing=True), 1, 1 << 30),
+    "units split": (ModelConfig(layers=4, hidden=512, heads=4, sequence=64, checkpointing=True), 4, 3 << 20),
+    "own head": (ModelConfig(layers=4, hidden=256, heads=4, sequence=64, vocabulary=9000, tied=False), 1, 1 << 30),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("job", PEAKS)
+def test_the_peak_is_that_of_a_run_without_values_within_ten_percent(job: str, stage: int) -> None:
+    """All storages of one rank of eight, seen by every operation; a GPU adds what its libraries take."""
+    config, batch, limit = PEAKS[job]
+    tokens = (batch, config.sequence)
+
+    def loss(model: nn.Module) -> Tensor:
+        result: Tensor = model(torch.zeros(tokens, dtype=torch.long), torch.zeros(tokens, dtype=torch.long))
+        return result
+
+    seen = dry_run(
+        lambda: GPT(config),
+        lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
+        loss,
+        world=8,
+        real=False,
+        stage=stage,
+        precision="bf16",
+        max_unit_bytes=limit,
+    )
+    setup = Setup(
+        stage=stage,
+        world=8,
+        batch=batch,
+        sequence=config.sequence,
+        checkpointing=config.checkpointing,
+        max_unit_bytes=limit,
+    )
+    needs = budget(from_config(config), setup)
+    assert needs.peak.total - WORKSPACE == pytest.approx(seen.peak, rel=0.1), needs.phase
+    assert needs.at_step.model_states == pytest.approx(seen.at_step.model_states, rel=0.01)
+    assert volume(from_config(config), setup).elements == seen.volume_elements
