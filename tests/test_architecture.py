@@ -95,6 +95,12 @@ def test_private_names_of_torch_are_only_in_compat() -> None:
                 assert not any(name.startswith("_") for name in names), f"{path.name}:{node.lineno}"
 
 
+def test_the_plans_maths_import_no_distributed() -> None:
+    for path in (PACKAGE / "plan").glob("*.py"):
+        if path.stem not in ("dryrun", "calibrate"):  # which run and measure things
+            assert "torch.distributed" not in path.read_text(), path.name
+
+
 def test_the_layout_imports_no_distributed() -> None:
     assert "distributed" not in (PACKAGE / "layout.py").read_text()
 

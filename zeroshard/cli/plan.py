@@ -122,7 +122,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _answer(arguments: argparse.Namespace, console: Console) -> int:
     hardware = find_hardware(
-        gpus=arguments.gpus or (arguments.scale[0] if arguments.scale else None),
+        gpus=arguments.gpus if arguments.gpus is not None or arguments.scale is None else arguments.scale[0],
         nodes=arguments.nodes,
         gpu_memory=arguments.gpu_memory,
         host_memory=arguments.host_memory,

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from .. import compat
 from ..config import DTYPES
@@ -48,12 +49,15 @@ def trace(
     units = find_units(model, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
     args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
     watch = _Watch(model, units)
-    with watch, _FusedAttention():
-        output = model(*args, **kwargs)
-        watch.end_forward()
-        loss = _loss(output)
-        del output
-        compat.run_backward(loss)
+    try:
+        with watch, _FusedAttention():
+            output = model(*args, **kwargs)
+            watch.end_forward()
+            loss = _loss(output)
+            del output
+            compat.run_backward(loss)
+    finally:
+        watch.remove_hooks()
     return Traced(
         name or type(model).__name__,
         module_units(model, dtype.itemsize, max_unit_bytes),
@@ -118,13 +122,19 @@ class _Watch(compat.OperationWatch):
         self._turned = False
         """Whether the loss is being computed, or backward has begun."""
         self._note: Callable[[int], None] = _into(self._forward, 0)
+        self._hooks: list[RemovableHandle] = []
         for number, unit in enumerate(units):
             if number:
-                unit.module.register_forward_pre_hook(self._enter(number), prepend=True)
-                unit.module.register_forward_hook(self._leave(number))
+                self._hooks.append(unit.module.register_forward_pre_hook(self._enter(number), prepend=True))
+                self._hooks.append(unit.module.register_forward_hook(self._leave(number)))
             for _, parameter in unit.parameters:
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._take(number))
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take(number)))
+
+    def remove_hooks(self) -> None:
+        """Leaves the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
 
     def see(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:

@@ -1,0 +1,161 @@
+"""`zeroshard plan`: what it prints, what it answers programs, and bad input with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard
+from tests.cli.test_main import exit_code
+from zeroshard.cli.main import parser
+from zeroshard.cli.train import _overrides
+from zeroshard.config import Config
+from zeroshard.train.job import load_job
+
+HARDWARE = ("--gpus", "64", "--gpu-memory", "32", "--host-memory", "1500")
+KINDS = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "temporary")
+
+
+def asked(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> Any:
+    assert exit_code("plan", *argv, "--json") == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_stage_and_offload_has_a_row_and_one_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", "--model", "zero-8b", *HARDWARE) == 0
+    shown = capsys.readouterr().out
+    for text in ("8.16B parameters", "cpu, 16-bit states", "cpu, small", "cpu, parameters too", "PPPP", "AAAA"):
+        assert text in shown
+    assert "zeroshard.shard(model, optimizer, stage=" in shown
+    assert "torchrun --nnodes 4" in shown
+
+
+def test_a_program_gets_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = asked(capsys, "--model", "zero-8b", *HARDWARE)
+    assert {(row["stage"], row["offload"]) for row in answer["rows"]} >= {
+        (s, o) for s in range(4) for o in ("none", "cpu")
+    }
+    for row in answer["rows"]:
+        assert row["peak"]["total"] == sum(row["peak"][kind] for kind in row["peak"] if kind not in ("total", "phase"))
+        assert all(row["peak"][kind] >= 0 for kind in KINDS)
+        assert row["fits"] == (row["room"] >= 0 and (row["offload"] == "none" or row["host_room"] >= 0))
+        assert row["time"]["step"] > 0
+    best = answer["recommended"]
+    chosen = next(row for row in answer["rows"] if (row["stage"], row["offload"]) == (best["stage"], best["offload"]))
+    assert chosen["fits"]
+    fastest = min(row["time"]["step"] for row in answer["rows"] if row["fits"])
+    assert chosen["time"]["step"] <= 1.02 * fastest
+
+
+def test_the_recommended_call_is_one_that_shard_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    class Recorder:
+        Offload = zeroshard.Offload
+
+        @staticmethod
+        def shard(model: None, optimizer: None, **options: Any) -> Config:
+            return Config.parse(options)
+
+    for gpu, host in (("16", "400"), ("16", "30"), ("24", "400"), ("80", "400")):
+        hardware = ("--gpus", "1", "--gpu-memory", gpu, "--host-memory", host)
+        best = asked(capsys, "--model", "offload-4b", "--batch", "4", *hardware)["recommended"]
+        config = eval(best["shard"], {"zeroshard": Recorder, "torch": torch, "model": None, "optimizer": None})
+        assert config.stage == best["stage"]
+        assert (config.offload is None) == (best["offload"] == "none")
+
+
+def test_the_recommended_command_of_a_preset_is_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    hardware = ("--gpus", "1", "--gpu-memory", "16", "--host-memory", "30")
+    best = asked(capsys, "--model", "offload-4b", "--batch", "4", *hardware)["recommended"]
+    words = best["command"].split()
+    arguments = parser().parse_args(words[words.index("train") :])
+    job = load_job(arguments.config, _overrides(arguments))
+    assert job.shard["stage"] == best["stage"]
+    assert job.shard["offload"]["update_in_backward"], "host memory leaves no other"  # type: ignore[index]
+
+
+def test_nothing_fits_is_told_with_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", "--model", "zero-170b", "--gpus", "1", "--gpu-memory", "16", "--host-memory", "64") == 1
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = asked(capsys, "--model", "zero-1.5b", "--gpus", "8", "--gpu-memory", "32", "--batch", "max")
+    row = next(row for row in answer["rows"] if (row["stage"], row["offload"]) == (2, "none"))
+    assert row["fits"]
+    more = asked(capsys, "--model", "zero-1.5b", "--gpus", "8", "--gpu-memory", "32", "--batch", str(row["batch"] + 1))
+    assert not next(r for r in more["rows"] if (r["stage"], r["offload"]) == (2, "none"))["fits"]
+
+
+def test_the_largest_model_grows_with_stage_and_offload(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, "--max-model", "--gpus", "16", "--gpu-memory", "32", "--host-memory", "1500")["largest"]
+    sizes = {(row["stage"], row["offload"]): row["parameters"] for row in found}
+    plain = [sizes[stage, "none"] for stage in range(4)]
+    assert plain == sorted(plain)
+    assert 1.2e9 < plain[0] < 2e9, "the papers: 1.4B with plain data parallelism"
+    assert 8e9 < sizes[2, "cpu"] < 16e9, "the papers: 13B"
+    assert sizes[3, "cpu, small"] > sizes[3, "cpu"] > sizes[3, "none"], "host memory is what bounds it"
+    assert exit_code("plan", "--max-model", "--gpus", "16", "--gpu-memory", "32") == 0
+    assert "layers × hidden" in capsys.readouterr().out
+
+
+def test_tokens_and_scale_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "zero-8b", "--machine", "h100", "--gpus", "64", "--tokens", "3e11", "--scale", "8..128")
+    answer = asked(capsys, *options)
+    assert answer["training"]["days"] * 24 * 64 == pytest.approx(answer["training"]["gpu_hours"])
+    assert [point["gpus"] for point in answer["scale"]] == [8, 16, 32, 64, 128]
+    assert exit_code("plan", *options) == 0
+    assert "GPU-hours" in capsys.readouterr().out
+
+
+def test_without_hardware_it_is_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", "--model", "tiny") == 0
+    assert "Take stage 0, offload none" in capsys.readouterr().out
+
+
+def test_any_module_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = asked(capsys, "--model", "tests.plan.factory:gpt", "--gpus", "8", "--gpu-memory", "16", "--seq", "64")
+    assert answer["recommended"]["stage"] == 0
+    assert answer["rows"][0]["time"] is None
+
+
+def test_a_world_of_1024_is_planned_in_under_ten_seconds() -> None:
+    started = time.perf_counter()
+    assert exit_code("plan", "--model", "zero-170b", "--gpus", "1024", "--gpu-memory", "32") == 0
+    assert exit_code("plan", "--max-model", "--gpus", "1024", "--gpu-memory", "32") == 0
+    assert time.perf_counter() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "--model is needed"),
+        (["--model", "zero-8c"], "did you mean 'zero-8b'?"),
+        (["--model", "nowhere.json"], "No such file"),
+        (["--model", "tests.models:net", "--gpu-memory", "32"], "tracing Net on the meta device failed"),
+        (["--model", "tiny", "--gpus", "0"], "--gpus 0: must be above 0"),
+        (["--model", "tiny", "--gpus", "-8"], "--gpus -8: must be above 0"),
+        (["--model", "tiny", "--gpus", "10", "--nodes", "4", "--gpu-memory", "32"], "evenly over --nodes 4"),
+        (["--model", "tiny", "--gpus", "2", "--nodes", "4", "--gpu-memory", "32"], "leave some without any"),
+        (["--model", "tiny", "--gpus", "4096", "--nodes", "1", "--gpu-memory", "32"], "there is no such"),
+        (["--model", "tiny", "--gpu-memory", "0"], "--gpu-memory 0: must be above 0"),
+        (["--model", "tiny", "--gpu-memory", "32e9"], "is in GB"),
+        (["--model", "tiny", "--gpu-memory", "nan"], "must be above 0"),
+        (["--model", "tiny", "--host-memory", "-1"], "--host-memory -1"),
+        (["--model", "tiny", "--machine", "v10"], "did you mean 'v100'?"),
+        (["--model", "tiny", "--machine", "v100", "--gpu-memory", "80"], "leave one of the two out"),
+        (["--model", "tiny", "--gpu-memory", "32", "--batch", "0"], "at least 1, or max"),
+        (["--model", "tiny", "--gpu-memory", "32", "--seq", "4096"], "takes 64 tokens at most"),
+        (["--model", "tiny", "--gpu-memory", "32", "--seq", "0"], "--seq 0: must be above 0"),
+        (["--model", "tiny", "--gpu-memory", "32", "--tokens", "-3"], "--tokens -3: must be above 0"),
+        (["--model", "tiny", "--gpu-memory", "32", "--scale", "64..8"], "the smaller first"),
+        (["--model", "tiny", "--gpus", "8", "--gpu-memory", "32", "--model-parallel", "3"], "does not divide 8"),
+        (["--max-model", "--gpu-memory", "32", "--batch", "max"], "both ask for the largest"),
+    ],
+)
+def test_bad_input_exits_with_two_and_names_it(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", *argv) == 2
+    assert told in capsys.readouterr().err

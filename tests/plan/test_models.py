@@ -1,0 +1,161 @@
+"""Models to plan for: presets, Hugging Face configurations, modules; and what is said about bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from zeroshard.plan.models import HUGGINGFACE, ModelError, find_model
+from zeroshard.plan.shape import Setup
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64},
+    "gpt_neox": {
+        "num_hidden_layers": 3,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "vocab_size": 1000,
+    },
+    "llama": {
+        "num_hidden_layers": 3,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 384,
+        "vocab_size": 1000,
+    },
+    "opt": {
+        "num_hidden_layers": 3,
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "num_attention_heads": 4,
+        "ffn_dim": 512,
+        "vocab_size": 1000,
+        "max_position_embeddings": 64,
+    },
+}
+CONFIGS["mistral"] = CONFIGS["llama"] | {"head_dim": 48}
+CONFIGS["qwen2"] = CONFIGS["llama"] | {"tie_word_embeddings": True}
+CONFIGS["qwen3"] = CONFIGS["llama"] | {"head_dim": 64}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_hugging_face_configuration_has_the_parameters_of_its_model(kind: str, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    config.save_pretrained(tmp_path)
+    subject = find_model(str(tmp_path / "config.json"))
+    assert subject.transformer is not None
+    assert subject.transformer.parameters == pytest.approx(expected, rel=0.005)
+    assert find_model(str(tmp_path)) == subject
+
+
+def test_the_first_qwen_counts_both_halves_of_its_mlp(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    values = {**CONFIGS["llama"], "model_type": "qwen", "intermediate_size": 768}
+    file.write_text(json.dumps(values))
+    transformer = find_model(str(file)).transformer
+    assert transformer is not None
+    assert transformer.mlp_width == 384
+
+
+def test_presets_say_how_they_are_trained() -> None:
+    subject = find_model("zero-8b")
+    assert subject.transformer is not None
+    assert (subject.transformer.layers, subject.transformer.hidden, subject.checkpointing) == (72, 3072, True)
+    assert subject.longest == subject.sequence == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("not json", "not JSON"),
+        ("[]", "no 'model_type'"),
+        ('{"model_type": "lama"}', "did you mean 'llama'?"),
+        ('{"model_type": "mamba"}', "module:factory"),
+        ('{"model_type": "gpt2", "n_layer": 3, "n_embd": 64}', "needs n_head, vocab_size, n_positions"),
+        ('{"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 0}', "n_head (a positive whole number, not 0)"),
+        (
+            '{"model_type": "gpt2", "n_layer": 3, "n_embd": 65, "n_head": 4, "vocab_size": 9, "n_positions": 9}',
+            "4 heads do not divide",
+        ),
+    ],
+)
+def test_an_unusable_configuration_is_named_with_what_it_lacks(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ModelError) as raised:
+        find_model(str(file))
+    assert told in str(raised.value)
+    assert str(file) in str(raised.value)
+
+
+def test_every_known_type_is_tested() -> None:
+    assert set(HUGGINGFACE) == {*CONFIGS, "qwen"}
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("zero-8c", "did you mean 'zero-8b'?"),
+        ("nowhere/config.json", "No such file"),
+        (":build", "must be module:factory"),
+        ("no_such_module:build", "cannot be imported: ModuleNotFoundError"),
+        ("tests.models:nett", "has no 'nett' (did you mean 'net'?)"),
+        ("tests.models:__name__", "is no function"),
+    ],
+)
+def test_what_is_no_model_is_named(source: str, told: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        find_model(source)
+    assert told in str(raised.value)
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"factories_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from zeroshard.train.gpt import GPT, ModelConfig\n"
+        "def gpt(): return GPT(ModelConfig(layers=2, hidden=64, heads=2, sequence=32))\n"
+        "def images(batch): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), (torch.empty(batch, 3, 8, 8),)\n"
+        "class Peeks(nn.Linear):\n"
+        "    def forward(self, x): return super().forward(x) if x.sum() > 0 else x\n"
+        "def peeks(): return Peeks(4, 4), (torch.empty(2, 4),)\n"
+        "def fails(): raise RuntimeError('out of luck')\n"
+        "def number(): return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+@pytest.mark.parametrize("function", ["gpt", "images"])
+def test_any_module_is_planned_from_the_function_that_builds_it(function: str, factories: str) -> None:
+    subject = find_model(f"{factories}:{function}")
+    small, large = (subject.model(Setup(stage=0, batch=batch, sequence=32)) for batch in (2, 4))
+    assert small.parameters == large.parameters > 0
+    assert small.activations.saved < large.activations.saved  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("peeks", "tracing Peeks on the meta device failed"),
+        ("fails", "building it on the meta device failed: RuntimeError: out of luck"),
+        ("number", "must return an nn.Module"),
+    ],
+)
+def test_a_module_that_cannot_be_traced_is_named(function: str, told: str, factories: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        find_model(f"{factories}:{function}").model(Setup(stage=0, sequence=32))
+    assert told in str(raised.value)

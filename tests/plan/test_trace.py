@@ -1,0 +1,66 @@
+"""Any module, traced on the meta device: what it leaves and keeps alive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.plan.activations import transformer_activations
+from zeroshard.plan.models import from_config
+from zeroshard.plan.shape import Setup
+from zeroshard.plan.trace import trace
+from zeroshard.plan.units import transformer_units
+from zeroshard.train.gpt import GPT, ModelConfig
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_traced_gpt_is_the_transformer_of_its_shape(precision: str, checkpointing: bool, tied: bool) -> None:
+    config = ModelConfig(
+        layers=4, hidden=256, heads=4, sequence=128, vocabulary=3000, tied=tied, checkpointing=checkpointing
+    )
+    with torch.device("meta"):
+        model = GPT(config)
+    seen = trace(model, None, precision, batch=4, sequence=128, max_unit_bytes=1 << 30)
+    setup = Setup(stage=0, batch=4, sequence=128, precision=precision, checkpointing=checkpointing)  # type: ignore[arg-type]
+    shape = from_config(config)
+    planned = transformer_activations(shape, setup)
+    assert seen.parameters == shape.parameters
+    assert seen.units == transformer_units(shape, setup)
+    assert planned.saved == pytest.approx(seen.activations.saved, rel=0.01)
+    assert planned.loss == pytest.approx(seen.activations.loss, rel=0.01)
+    assert planned.forward[1:] == pytest.approx(seen.activations.forward[1:], rel=0.02)
+    weight = setup.width * 4 * 256 * 256  # whose gradient a trace sees on its way; the plan counts it as a gradient
+    assert [size + weight for size in planned.backward[1:]] == pytest.approx(seen.activations.backward[1:], rel=0.02)
+    assert planned.after_backward[1:] == pytest.approx(seen.activations.after_backward[1:], rel=0.02)
+
+
+def test_buffers_count_and_inputs_may_be_anything() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    images = torch.empty(5, 3, 8, 8, device="meta")
+    seen = trace(model, (images,), "fp32", batch=5, sequence=1, max_unit_bytes=1 << 30)
+    assert seen.buffers == sum(buffer.nbytes for buffer in model.buffers())
+    assert seen.activations.saved >= 4 * 5 * 8 * 36
+    assert seen.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_attention_leaves_no_scores() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.project(x)
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    with torch.device("meta"):
+        model = Attention()
+    saved = [
+        trace(model, (torch.empty(1, 1, rows, 64, device="meta"),), "bf16", 1, rows, 1 << 30).activations.saved
+        for rows in (512, 1024)
+    ]
+    assert saved[1] == pytest.approx(2 * saved[0], rel=0.01)
