@@ -443,7 +443,8 @@ def summary(claims: list[Claim]) -> str:
 
 
 OFF = """Chosen, not fitted, but with the papers at hand: sizes are at a batch of 4 a replica, or of its degree of model
-parallelism where that is more (at a batch of 1 they come out up to a fifth larger); a process updates on one socket.
+parallelism where that is more (at a batch of 1 they come out larger, and the mean error is 16%); a process updates on
+one socket.
 Where it is off:
 - Beyond 100B ZeRO's speed falls faster than its batch explains, and so does that of the last size before memory ends
   (13B on 128). An allocator that is short of memory may be why; it is not modelled.
