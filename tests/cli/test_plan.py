@@ -129,6 +129,11 @@ def test_a_world_of_1024_is_planned_in_under_ten_seconds() -> None:
     assert time.perf_counter() - started < 20
 
 
+def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", "--paper") == 0
+    assert "Formulas of the papers, and ours" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
@@ -154,6 +159,7 @@ def test_a_world_of_1024_is_planned_in_under_ten_seconds() -> None:
         (["--model", "tiny", "--gpu-memory", "32", "--scale", "64..8"], "the smaller first"),
         (["--model", "tiny", "--gpus", "8", "--gpu-memory", "32", "--model-parallel", "3"], "does not divide 8"),
         (["--max-model", "--gpu-memory", "32", "--batch", "max"], "both ask for the largest"),
+        (["--calibrate", "nowhere/mine.toml"], "in a folder that exists"),
     ],
 )
 def test_bad_input_exits_with_two_and_names_it(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroshard.config import DTYPES
-from zeroshard.plan import choice, paper
+from zeroshard.plan import calibrate, choice, paper
 from zeroshard.plan.budget import KINDS, DeviceMemory
 from zeroshard.plan.choice import Row
 from zeroshard.plan.hardware import GB, Hardware, find_hardware
@@ -36,6 +37,7 @@ examples:
   zeroshard plan --max-model --gpus 16 --gpu-memory 32          the largest model for this hardware
   zeroshard plan --model zero-8b --gpus 64 --machine h100 --tokens 300e9
   zeroshard plan --model zero-8b --machine h100 --scale 8..8192
+  zeroshard plan --calibrate mine.toml                          measure this machine, for --machine mine.toml
   zeroshard plan --paper                                        the papers' claims beside ours
 """
 BAD_INPUT = 2
@@ -92,6 +94,9 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     asked.add_argument("--tokens", type=float, metavar="T", help="days and GPU-hours of training on so many")
     asked.add_argument("--scale", type=_span, metavar="A..B", help="efficiency from A to B devices")
     asked.add_argument("--paper", action="store_true", help="print the claims of the two papers beside ours")
+    asked.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="measure this machine in a minute; write a profile for --machine"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -103,6 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.paper:
             paper.render(console)
             return 0
+        if arguments.calibrate is not None:
+            return _calibrate(arguments.calibrate, console)
         return _answer(arguments, console)
     except ValueError as error:
         print(f"zeroshard plan: {error}", file=sys.stderr)
@@ -110,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.model is None and not (arguments.max_model or arguments.paper):
+    if arguments.model is None and not (arguments.max_model or arguments.paper or arguments.calibrate):
         raise ValueError("--model is needed: a preset, a Hugging Face config.json, or module:factory")
     for option in ("seq", "micro_batches", "model_parallel", "tokens"):
         value = getattr(arguments, option)
@@ -118,6 +125,16 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be above 0")
     if arguments.max_model and arguments.batch == "max":
         raise ValueError("--batch max and --max-model both ask for the largest; give a number to one of them")
+
+
+def _calibrate(file: Path, console: Console) -> int:
+    if file.suffix != ".toml" or not file.absolute().parent.is_dir():
+        raise ValueError(f"--calibrate {file}: must be a .toml file in a folder that exists")
+    found = calibrate.calibrate()
+    calibrate.write(found, file)
+    console.print(f"Measured in {found.seconds:.0f} s: {', '.join(sorted(found.measured))}", highlight=False)
+    console.print(f"  zeroshard plan --model MODEL --machine {file}", highlight=False, soft_wrap=True)
+    return 0
 
 
 def _answer(arguments: argparse.Namespace, console: Console) -> int:
