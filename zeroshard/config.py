@@ -230,7 +230,8 @@ class Offload:
     Saves 2 bytes a parameter of host memory for 2 more over PCIe, 6 in all.
     """
     threads: int | None = None
-    """Threads that update. By default the cores this rank may use, divided by the ranks on this machine."""
+    """Threads that update. By default the cores this rank may use, divided by the ranks on this machine; one less
+    where a GPU is to be driven."""
     host_memory: int | None = None
     """Bytes of host memory that this rank may use. By default what is available, divided by the ranks here."""
     seed: int = 0
@@ -273,6 +274,11 @@ class Offload:
             raise ValueError(
                 f"offload.host_fraction={fraction!r} keeps states on the device whose parameters rest on the host with "
                 'parameters="cpu"; leave one out'
+            )
+        if self.delayed_update_after is not None and fraction != 1:
+            raise ValueError(
+                f"offload.delayed_update_after delays what the host updates alone; with host_fraction={fraction!r} the "
+                "rest would run ahead; leave one out"
             )
         if self.read_back and self.delayed_update_after is not None:
             raise ValueError(

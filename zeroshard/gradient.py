@@ -59,7 +59,7 @@ class FlatGradient:
         self.label, self.layout, self.parameters, self.dtype = label, layout, parameters, dtype
         self.own = own
         self._table, self._fabric, self._placeholders = table, fabric, placeholders
-        self._reduce_dtype = precision.reduce or dtype
+        self._reduce_dtype = (precision.reduce or dtype) if fabric.world > 1 else dtype  # alone nothing is added up
         self._accumulate_dtype = torch.promote_types(dtype, precision.accumulate)
         self.visible = table.optimizer.extent is Extent.WHOLE and precision.loss_scale is None
         count = len(parameters)

@@ -24,7 +24,7 @@ def install(runtime: Runtime) -> None:
         flats = list(dict.fromkeys(flat_of[id(p)] for p in module.parameters(recurse=False)))
         if flats:
             module.register_state_dict_pre_hook(Hook(partial(_before_state_dict, runtime, flats)))
-            module.register_load_state_dict_pre_hook(Hook(partial(_before_load, flats)))
+            module.register_load_state_dict_pre_hook(Hook(partial(_before_load, runtime, flats)))
             module.register_load_state_dict_post_hook(Hook(partial(_after_load, flats)))
         dtypes = {p.dtype for p in module.parameters()}
         compat.wrap_conversion(module, partial(_guarded, name or type(module).__name__, device, dtypes))
@@ -52,7 +52,9 @@ def _before_state_dict(runtime: Runtime, flats: list[Flat], module: nn.Module, p
         flat.wait()
 
 
-def _before_load(flats: list[Flat], module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
+def _before_load(
+    runtime: Runtime, flats: list[Flat], module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
+) -> None:
     if metadata.get("assign_to_params_buffers", False):
         raise RuntimeError("load_state_dict(assign=True) would cut the parameters off their shards; leave assign out")
     for flat in flats:
@@ -61,6 +63,8 @@ def _before_load(flats: list[Flat], module: nn.Module, state_dict: Any, prefix: 
                 f"load_state_dict(): the parameters of {prefix.rstrip('.') or 'the model'!r} are sharded and not here; "
                 "load inside `with zeroshard.gathered(model, write=True):`, or before zeroshard.shard()"
             )
+        if flat.host is not None and flat.host.held and runtime.optimizer is not None:
+            runtime.optimizer.finish_host()  # or a delayed update would come over what is loaded
         flat.wait()
         flat.before_write()
 

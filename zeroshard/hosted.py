@@ -118,17 +118,17 @@ class HostUpdate:
             self.pipeline.wait()
 
     def _update_all(self, flats: list[Flat], delayed: bool) -> None:
-        publications = [None if delayed else flat.expect_update() for flat in flats]
-        over = self.pipeline.now()
-        factors: dict[Tensor | None, Factor] = {}
-        for index, (flat, publication) in enumerate(zip(flats, publications, strict=True)):
-            gradient = gradient_of(flat)
-            held, value = gradient.take_for_host()
-            assert held is None, "delivered in backward"
-            if value not in factors:
-                factors[value] = Factor(value)
-            following = _host_of(flats[index + 1]) if index + 1 < len(flats) else None
-            _host_of(flat).update(self._rules(flat, gradient.used), factors[value], over, publication, following)
+        values = [gradient_of(flat).take_for_host()[1] for flat in flats]
+        factors = {value: Factor(value) for value in dict.fromkeys(values)}
+        rules = [self._rules(flat, gradient_of(flat).used) for flat in flats]
+        hosts = [_host_of(flat) for flat in flats]
+        with self.pipeline.failing_together():  # from here on somebody may wait for what is asked for
+            publications = [None if delayed else flat.expect_update() for flat in flats]
+            over = self.pipeline.now()
+            for host, rule, value, publication, following in zip(
+                hosts, rules, values, publications, [*hosts, None][1:], strict=True
+            ):
+                host.update(rule, factors[value], over, publication, following)
 
     def _update_late(self, flat: Flat) -> None:
         gradient = gradient_of(flat)
@@ -146,7 +146,9 @@ class HostUpdate:
 
     def _check_settings(self) -> None:
         before, self._frozen = self._frozen, None
-        for old, new in zip(before or [], self._settings(), strict=before is not None):
+        if before is None:
+            return
+        for old, new in zip(before, self._settings(), strict=True):
             for name, value in new.items():
                 if old.get(name) != value:
                     raise RuntimeError(

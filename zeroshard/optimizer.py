@@ -126,6 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, dict[str, Any]]) -> None:
+        if getattr(self, "_complete", False):
+            raise RuntimeError("the state of a sharded optimizer cannot be assigned; use load_state_dict()")
         self._state = value
         self._host = None  # torch sets an empty one, before there is anything to wait for
 
@@ -159,6 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._schedule.prepare_forward(outdated)
         else:
             self.skipped_steps += 1
+            if self._host is not None:
+                self._host.publish_held()  # which belongs to the step before
         self._reducer.clear()
         self._schedule.forget_calls()
         compat.mark_stepped(self._original)

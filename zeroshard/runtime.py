@@ -136,6 +136,8 @@ class Runtime(NotCopyable):
                     for flat in flats:
                         if write or not flat.sharded:
                             flat.rewrite()
+            for flat in flats:
+                flat.after_write()
             for unit in units:
                 unit.holds -= 1
             for unit in absent:

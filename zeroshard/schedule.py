@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
-from .config import Config, Extent, StateTable
+from .config import Config, Extent, Place, StateTable
 from .hook import Hook
 from .observe import trace
 from .precision import LossScaler, cast_floating, map_tensors, tensors_in
@@ -78,7 +78,7 @@ class Schedule:
         self._root, self._units = units[0], units
         self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.trainable]
         self._sharded = table.parameters.extent is Extent.SHARD
-        self._published_late = table.optimizer.extent is Extent.SHARD
+        self._published_late = table.optimizer.extent is Extent.SHARD or table.optimizer.place is Place.HOST
         self._config, self._reducer, self._scaler = config, reducer, scaler
         self._ahead = config.prefetch if config.prefetch is not None else 1
         self._training, self._evaluation, self._backward = _Order(), _Order(), _Order()
@@ -254,6 +254,7 @@ class Schedule:
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not compat.in_backward():
             trace.phase(f"loss of {type(model).__name__}")
+            self._gather_what_others_wait_for()
             self._forward.end()
             if self._forward is self._training:
                 self._reducer.propose_order([self._root, *self._training.last])
@@ -270,6 +271,15 @@ class Schedule:
                 )
             _hook_outputs(output, self._before_model_backward_hook, "model")
         return output
+
+    def _gather_what_others_wait_for(self) -> None:
+        """Of flats that the host has updated and this rank did not call.
+
+        A rank that did waits for us, and we, in backward, for its gradients.
+        """
+        for flat in self._reducer.publishing_order():
+            if flat.presence is Presence.UPDATING and flat.gathers_from_others:
+                flat.gather()
 
     def _release(self, unit: Unit) -> None:
         if not self._differentiable:
@@ -326,6 +336,7 @@ class Schedule:
             self._differentiable = True
         if not self._backward_running:
             self._backward_running = True
+            self._gather_what_others_wait_for()
             self._backward.begin()
             self._reducer.begin_backward()
             compat.after_backward(self._end_backward)

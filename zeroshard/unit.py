@@ -210,12 +210,17 @@ class Flat:
 
     def prefetch(self) -> None:
         """Gathers ahead of need: where that would wait for the host, only if other ranks wait for us too."""
-        if self._publication is None or self._publication.sent or self._fabric.shards > 1:
+        if self._publication is None or self._publication.sent or self.gathers_from_others:
             self.gather()
+
+    @property
+    def gathers_from_others(self) -> bool:
+        """Whether a gather is a collective."""
+        return self._fabric.shards > 1 and (self.sharded or self.own.numel != self.layout.numel)
 
     def start_gather(self) -> None:
         """Of parameters that are released, or updating and next in turn."""
-        publication, self._publication = self._publication, None
+        publication = self._publication
 
         def prepare() -> None:
             if self.sharded:
@@ -234,6 +239,7 @@ class Flat:
                 self._pending = lane.all_gather(self.whole, self.shard, self.label, prepare)
             else:
                 self._pending = publication
+        self._publication = None  # not before: an interrupted wait for it is waited for again
         self.presence = Presence.UNDER_WAY
 
     def wait(self) -> None:
@@ -311,6 +317,7 @@ class Flat:
         if self.sharded:
             self.release()  # a unit that was still gathered shows an old value
         elif self.host is not None and self.presence is not Presence.UPDATING:
+            self._old_master = None
             self._point_at_placeholders()
             self.presence = Presence.UPDATING
 
@@ -320,12 +327,18 @@ class Flat:
         self._fabric.broadcast(self.whole)
         if self.sharded and self.has_shard:
             self.shard.copy_(self.whole[self.shard_range.start : self.shard_range.stop])
+        if self.host is not None and not self.trainable:
+            self.host.adopt(self.whole[self.shard_range.start : self.shard_range.stop])
         self.refresh_master()
 
     def before_write(self) -> None:
         """Remembers a master that cannot be put together again once the parameters are written."""
-        if self.host is not None and self.host.reads_back:
+        if self.host is not None and self.host.reads_back and self._old_master is None:
             self._old_master = self.host.master()
+
+    def after_write(self) -> None:
+        """Forgets what ``before_write`` remembers."""
+        self._old_master = None
 
     def refresh_master(self) -> None:
         """Makes the master follow parameters that were written where they are, after ``before_write``."""
@@ -333,7 +346,6 @@ class Flat:
         if self.separate_master:
             values, master = self.whole[self.own.start : self.own.stop], self._old_master
             master = self.master if master is None else master.to(values.device)
-            self._old_master = None
             new = torch.where(self._rounded(master) == values, master, values.to(master.dtype))
             if self.host is not None:
                 self.host.adopt(new)

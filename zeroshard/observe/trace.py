@@ -13,15 +13,23 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 COMPUTE, DOWN, UP, UPDATE = "compute", "to the host", "to the device", "host update"
 COPIES, WORK = (DOWN, UP), (COMPUTE, UPDATE)
+
+
+class Waits(Protocol):
+    """Something that works in the background."""
+
+    def wait(self) -> None:
+        """Until it has nothing to do."""
 
 
 class Span(NamedTuple):
@@ -93,12 +101,13 @@ class Trace:
 
     def finish(self) -> None:
         """Waits for the device and reads its clock."""
+        with self._lock:
+            recorded, self._open = self._open, []
         if self._device is not None:
             torch.cuda.synchronize(self._device)
-            for track, name, begin, end in self._open:
+            for track, name, begin, end in recorded:
                 start, stop = (self._zero.elapsed_time(event) / 1e3 for event in (begin, end))
                 self.spans.append(Span(track, name, start, stop))
-        self._open.clear()
         self.spans.sort(key=lambda span: span.start)
 
     def busy(self, *tracks: str) -> list[tuple[float, float]]:
@@ -136,6 +145,12 @@ class Trace:
 
 
 _active: Trace | None = None
+_sources: weakref.WeakSet[Waits] = weakref.WeakSet()
+
+
+def wait_for(source: Waits) -> None:
+    """Traces end when ``source`` has nothing to do any more."""
+    _sources.add(source)
 
 
 @contextmanager
@@ -144,11 +159,13 @@ def trace(path: str | Path | None = None) -> Iterator[Trace]:
     global _active
     if _active is not None:
         raise RuntimeError("zeroshard.trace() is recording already; end that block first")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
     _active = recording = Trace(device)
     try:
         yield recording
     finally:
+        for source in list(_sources):
+            source.wait()  # an update that began inside the block belongs to it
         _active = None
         recording.finish()
         if path is not None:

@@ -6,6 +6,7 @@ torch's pinned allocator rounds every block up to a power of two, which can doub
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 
 import torch
@@ -35,10 +36,13 @@ class Arena:
         self._block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._block.madvise(mmap.MADV_HUGEPAGE)
+        # A forked child (a data loader's) has no use for it, and would make every page be copied that is written to.
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._block.madvise(mmap.MADV_DONTFORK)
         self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
         if pinned and size:
             _pin(self._bytes)
-            weakref.finalize(self, _unpin, self._bytes)
+            weakref.finalize(self, _unpin, self._bytes, os.getpid())
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The next buffer, of zeros."""
@@ -58,6 +62,8 @@ def _pin(block: Tensor) -> None:
         )
 
 
-def _unpin(block: Tensor) -> None:
+def _unpin(block: Tensor, process: int) -> None:
+    if os.getpid() != process:
+        return
     torch.cuda.synchronize()  # a copy may still read it
     torch.cuda.cudart().cudaHostUnregister(block.data_ptr())

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,8 +47,8 @@ HIGH_HALVES = 3
 class Publication:
     """New parameters of a flat, on their way to where parameters rest."""
 
-    def __init__(self, *workers: Worker) -> None:
-        self._workers = workers
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._workers, self._device = (pipeline.mover, pipeline.updater), pipeline.device
         self._sent = threading.Event()
         self._arrival: torch.cuda.Event | None = None
 
@@ -67,7 +68,7 @@ class Publication:
             for worker in self._workers:
                 worker.check()
         if self._arrival is not None:
-            torch.cuda.current_stream().wait_event(self._arrival)
+            torch.cuda.current_stream(self._device).wait_event(self._arrival)
 
 
 class Factor:
@@ -105,15 +106,16 @@ class Task(Protocol):
 class Pipeline:
     """The two threads, the kernel's pool and the streams of one sharded model."""
 
-    def __init__(self, options: Offload, device: torch.device, *, norms: bool, local_ranks: int = 1) -> None:
+    def __init__(self, options: Offload, device: torch.device, *, norms: bool, local_ranks: int) -> None:
         self.options, self.device, self.local_ranks = options, device, local_ranks
         self._sums_expected = False
         self.norms = norms
         """Whether a step will ask for the norm, so that it is found on the way."""
         self.pool = Pool(options.threads or _default_threads(device))
-        self.mover, self.updater = Worker("gradient copy"), Worker("update")
-        self.room = threading.Semaphore(LANDING)
         cuda = device.type == "cuda"
+        use_device = partial(torch.cuda.set_device, device) if cuda else None
+        self.mover, self.updater = Worker("gradient copy", use_device), Worker("update", use_device)
+        self.room = threading.Semaphore(LANDING)
         self.down = torch.cuda.Stream(device) if cuda else None
         self.up = torch.cuda.Stream(device) if cuda else None
         self.unscaled = Factor(None)
@@ -125,6 +127,7 @@ class Pipeline:
         self._counting = threading.Lock()
         self.traffic = {trace.DOWN: 0, trace.UP: 0}
         """Bytes between host and device since the last ``take_traffic``."""
+        trace.wait_for(self)
 
     @property
     def bytes(self) -> HostBytes:
@@ -170,7 +173,7 @@ class Pipeline:
         if self.down is None:
             return None
         event = torch.cuda.Event(blocking=True)  # a thread that spins on it would take a core from the update
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def expect_sums(self) -> None:
@@ -179,6 +182,8 @@ class Pipeline:
             return
         needed = 4 * sum(states.numel for states in self.states if states.trained)
         available = machine.available_memory() // self.local_ranks
+        if self.options.host_memory is not None:
+            available = min(available, self.options.host_memory - self.bytes.total)
         if needed > available:
             raise ValueError(
                 f"offload: adding up micro-batches takes {needed / 2**30:.2f} GiB of host memory more, but "
@@ -229,6 +234,22 @@ class Pipeline:
                 break
             group.append(self._tasks.popleft())
         return group
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Whoever waits for what this block was about to ask for is told if it fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.mover.fail(error)
+            self.updater.fail(error)
+            raise
+
+    def settle(self) -> None:
+        """Until neither the host nor the device has anything to do, for the few who write where copies read."""
+        self.wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def wait(self) -> None:
         """Until the host has nothing to do; raises what failed."""

@@ -29,10 +29,9 @@ def place_on_host(
     options = config.offload
     if options is None:
         return None
-    pipeline = Pipeline(
-        options, fabric.device, norms=config.clip_grad_norm is not None or config.precision.loss_scale is not None
-    )
-    _check_kernel(pipeline, options)
+    norms = config.clip_grad_norm is not None or config.precision.loss_scale is not None
+    pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=_local_ranks(fabric))
+    _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)
     for unit, stays in zip(units, _stay(units, options, fabric), strict=True):
         for flat in unit.flats:
@@ -49,10 +48,23 @@ def place_on_host(
                 states = HostStates(options, flat.dtype, flat.shard_range.numel)
                 flat.live_on(HostShard(pipeline, states, flat.label), turns)
     if not pipeline.states:
+        if fabric.rank == 0 and options.host_fraction == "auto":
+            print("zeroshard: all states fit the device's budget, so nothing is offloaded")
         return None
     _check_room(pipeline, options, fabric)
-    pipeline.allocate()
+    _allocate(pipeline, fabric)
     return pipeline
+
+
+def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:
+    """On all ranks or on none: one that failed alone would leave the others waiting."""
+    problem: ValueError | None = None
+    try:
+        pipeline.allocate()
+    except ValueError as error:
+        problem = error
+    if fabric.maximum([problem is not None])[0]:
+        raise problem or ValueError("offload: another rank could not pin its host memory; its message says why")
 
 
 def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]:
@@ -75,7 +87,14 @@ def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]
     return stay_within(sizes, widest + masters + 8, max(budget, 0))
 
 
-def _check_kernel(pipeline: Pipeline, options: Offload) -> None:
+def _check_kernel(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
+    kernels = fabric.gather_objects("native" if pipeline.pool.native else "torch")
+    if len(set(kernels)) > 1:
+        named = ", ".join(f"rank {rank}: {kernel}" for rank, kernel in enumerate(kernels))
+        raise ValueError(
+            f"offload: ranks have different host kernels, which round differently ({named}); `zeroshard doctor` on "
+            "each machine says why, and ZEROSHARD_KERNEL=torch makes all of them use torch's"
+        )
     if not pipeline.pool.native and (options.split_master or options.moments is not torch.float32):
         raise ValueError(
             "offload.split_master and offload.moments need the native kernel, which could not be built "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 
@@ -23,4 +22,9 @@ def stay_within(sizes: Sequence[int], bytes_on_device: float, budget: int) -> li
 
 
 def _first(sizes: Sequence[int], room: int) -> list[bool]:
-    return [total <= room for total in itertools.accumulate(sizes)]
+    """Those that fit, the first ones first; one that is too large does not keep smaller ones out."""
+    chosen = []
+    for size in sizes:
+        chosen.append(size <= room)
+        room -= size if chosen[-1] else 0
+    return chosen

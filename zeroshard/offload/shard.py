@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from .kernel import Batch, Rule, Segment
 from .pipeline import Factor, Pipeline, Publication
 from .ring import Ring, Staging
 from .states import HostPiece, HostStates, join, remainder, round_to
+
+KEPT_TABLES = 32
+"""Of the kernel's for one flat: one for each buffer that its gradient may be in, and each set of parameters in use."""
 
 
 class HostShard:
@@ -31,8 +34,7 @@ class HostShard:
         """A delayed update is there that nobody has published."""
         self.updated_early = False
         """Already updated in this step's backward."""
-        self.landing: list[Tensor] = []
-        """Gradients on the device that wait to be copied."""
+        self._landing: dict[int, Tensor] = {}
         self._target: Tensor | None = None
         self._norm: Tensor | None = None
         self._norm_part = slice(None)
@@ -43,6 +45,11 @@ class HostShard:
         self._square_sum: float | None = None
         self._sent: torch.cuda.Event | None = None
         self._batches: dict[tuple[int, int, tuple[int, ...]], Batch] = {}
+
+    @property
+    def landing(self) -> list[Tensor]:
+        """Gradients on the device that wait to be copied."""
+        return list(self._landing.values())
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -58,7 +65,8 @@ class HostShard:
 
     def adopt(self, values: Tensor) -> None:
         """Takes values as the master's. Rounded where they are: a device does that faster."""
-        self._pipeline.wait()
+        self._pipeline.settle()
+        self.held = False  # what was adopted is the newest
         states = self.states
         parameter = round_to(values, states.dtype) if states.trained else values
         if states.trained:
@@ -74,7 +82,7 @@ class HostShard:
 
     def master(self) -> Tensor:
         """The fp32 values of the master, on the CPU; a copy where it is split."""
-        self._pipeline.wait()
+        self._pipeline.settle()
         states = self.states
         if not states.split:
             return states.stored
@@ -97,7 +105,7 @@ class HostShard:
         return publication
 
     def new_publication(self) -> Publication:
-        return Publication(self._pipeline.mover, self._pipeline.updater)
+        return Publication(self._pipeline)
 
     def copy_resting_to(self, target: Tensor) -> None:
         """Brings parameters that rest on the host to the device, on the current stream."""
@@ -111,16 +119,25 @@ class HostShard:
     def receive(self, gradient: Tensor, publication: Publication | None = None) -> None:
         """Takes an averaged gradient from the device; with it goes what a delayed update has made."""
         self.check_not_updated()
-        pipeline = self._pipeline
-        if self.received:
+        pipeline, wide = self._pipeline, gradient.dtype is not self.states.dtype
+        if self.received or wide:
             pipeline.expect_sums()
-        pipeline.admit()
-        self.received += 1
-        if gradient.dtype is self.states.dtype and self.received == 1 and pipeline.norms:
-            self._norm = compat.norms([gradient[self._norm_part]], torch.float64)[0]
-        self.landing.append(gradient)
+        norm = None
+        if pipeline.norms and not self.received and not wide:
+            norm = compat.norms([gradient[self._norm_part]], torch.float64)[0]
         produced, updated = pipeline.now(), self._updated
-        self._landed = pipeline.mover.submit(lambda: self._land(gradient, produced, updated, publication))
+        self._landed = self._admit(gradient, lambda: self._land(gradient, produced, updated, publication))
+        self.received, self._norm = self.received + 1, norm
+
+    def _admit(self, gradient: Tensor, land: Callable[[], None]) -> int:
+        """Has the mover land a gradient when there is room for it to wait."""
+        self._pipeline.admit()
+        try:
+            self._landing[id(gradient)] = gradient
+            return self._pipeline.mover.submit(land)
+        except BaseException:
+            self._admit_another(gradient)
+            raise
 
     def publish_held(self, publication: Publication) -> None:
         """Publishes a delayed update whose unit got no gradient."""
@@ -145,6 +162,7 @@ class HostShard:
 
     def rescale(self, factor: Tensor) -> None:
         """Multiplies what has been received: more micro-batches will come, which the factor is not for."""
+        self._pipeline.expect_sums()
         factor_read = Factor(factor)
 
         def job() -> None:
@@ -211,26 +229,26 @@ class HostShard:
         """Lands a gradient and updates with it at once."""
         self.check_not_updated()
         pipeline = self._pipeline
-        pipeline.admit()
-        self.received, self.updated_early = 1, True
-        self.landing.append(gradient)
         produced = pipeline.now()
 
         def land() -> None:
             assert pipeline.ring is not None
             place = pipeline.ring.acquire(self.states.dtype, self.states.numel)
-            high = None if pipeline.staging is None else self.read_back(pipeline.staging)
+            high = None if pipeline.staging is None else self.read_back(pipeline.staging, produced)
             task = _Update(self, rules, pipeline.unscaled, produced, publication, place=place, high=high)
             if gradient.dtype is self.states.dtype:
                 pipeline.down_from(gradient, place.tensor, self.label, produced, place.free_after)
             else:  # it came in parts, which were added up on the device: rare, so pageable memory will do
-                task.wide_gradient = gradient.cpu()
+                with pipeline.on_stream(pipeline.down, produced):
+                    task.wide_gradient = gradient.cpu()
                 if place.free_after is not None:
                     place.free_after.synchronize()
             self._admit_another(gradient)
             self._updated = pipeline.update(task)
 
-        self._landed = pipeline.mover.submit(land)
+        with pipeline.failing_together():
+            self._landed = self._admit(gradient, land)
+        self.received, self.updated_early = 1, True
 
     # -- on the mover ---------------------------------------------------------------------------------------------
 
@@ -244,10 +262,12 @@ class HostShard:
             self._publish_held(publication, produced, updated)
         if gradient.dtype is not self.states.dtype:
             # Several micro-batches were added up on the device already: rare, so pageable memory will do.
-            values = gradient.to("cpu")
-            pipeline.pool.accumulate(self._sum(), values, first=not self._summed)
-            self._summed = True
+            with pipeline.on_stream(pipeline.down, produced):
+                values = gradient.cpu()
             self._admit_another(gradient)
+            total = self._sum()
+            pipeline.pool.accumulate(total, values, first=not self._summed)
+            self._summed, self._square_sum = True, None
             return
         several = self._occupied or self._summed
         if several:
@@ -271,7 +291,7 @@ class HostShard:
         self._square_sum = None
 
     def _admit_another(self, gradient: Tensor) -> None:
-        self.landing = [waiting for waiting in self.landing if waiting is not gradient]
+        self._landing.pop(id(gradient), None)
         self._pipeline.room.release()
 
     def _sum(self) -> Tensor:
@@ -299,22 +319,25 @@ class HostShard:
 
     # -- on the updater -------------------------------------------------------------------------------------------
 
-    def read_back(self, staging: Ring) -> Staging:
+    def read_back(self, staging: Ring, over: torch.cuda.Event | None) -> Staging:
         """Starts reading the high half of the master from the device."""
         assert self._target is not None
         place = staging.acquire(self.states.dtype, self.states.numel)
-        place.arrival = self._pipeline.start_down(self._target, place.tensor, self.label, place.free_after, self._sent)
+        after = (over, place.free_after, self._sent)
+        place.arrival = self._pipeline.start_down(self._target, place.tensor, self.label, *after)
         return place
 
-    def wait_for_inputs(self, landed: int, following: HostShard | None) -> Staging | None:
+    def wait_for_inputs(
+        self, landed: int, over: torch.cuda.Event | None, following: HostShard | None
+    ) -> Staging | None:
         """Until the gradient has landed; starts reading back the high half, also of who is next."""
         self._pipeline.mover.wait(landed)
         staging = self._pipeline.staging
         if staging is None:
             return None
-        high = staging.take(self) or self.read_back(staging)
+        high = staging.take(self) or self.read_back(staging, over)
         if following is not None:
-            staging.put(following, following.read_back(staging))
+            staging.put(following, following.read_back(staging, over))
         return high
 
     def wait_for_outputs(self, over: torch.cuda.Event | None) -> None:
@@ -352,6 +375,8 @@ class HostShard:
             source = gradient if instead is None else instead
             batch = self._pipeline.pool.prepare([self._segment(source, output, piece) for piece in pieces])
             if instead is None:
+                if len(self._batches) >= KEPT_TABLES:  # the parameters in use change from step to step
+                    self._batches.clear()
                 self._batches[key] = batch
         return batch, [piece.slot for piece in pieces]
 
@@ -409,7 +434,7 @@ class _Update:
         """Waits for what the update reads, and for copies that still read what it writes."""
         shard, place = self._shard, self._place
         if place is None:
-            self._high = shard.wait_for_inputs(self._landed, self._following)
+            self._high = shard.wait_for_inputs(self._landed, self._over, self._following)
         shard.wait_for_outputs(self._over)
         if self._high is not None:
             self._high.wait()

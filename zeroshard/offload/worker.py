@@ -5,6 +5,7 @@ The thread holds nothing of the model but the jobs it was given, so that a model
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -33,7 +34,7 @@ class _Queue:
 
 
 class Worker:
-    """One thread, started with its first job.
+    """One thread, started with its first job; ``prepare`` is what it does first.
 
     >>> worker = Worker("example")
     >>> seen = []
@@ -42,19 +43,22 @@ class Worker:
     [1]
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
         self._name = name
         self._queue = _Queue()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._prepare = prepare
 
     def submit(self, job: Callable[[], None]) -> int:
         """Adds a job; returns its number, to wait for."""
         self.check()
         queue = self._queue
         if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(queue,), name=f"zeroshard {self._name}", daemon=True)
+            arguments, name = (queue, self._prepare), f"zeroshard {self._name}"
+            self._thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
             self._thread.start()
-            weakref.finalize(self, _close, queue, self._thread)  # also when the interpreter ends
+            weakref.finalize(self, _close, queue, self._thread, self._process)  # also when the interpreter ends
         with queue.changed:
             queue.jobs.append(job)
             queue.given += 1
@@ -74,8 +78,16 @@ class Worker:
         """Whether every job is done."""
         return self._queue.done == self._queue.given
 
+    def fail(self, error: BaseException) -> None:
+        """Lets everybody who waits know that what they wait for will not come."""
+        with self._queue.changed:
+            self._queue.error = self._queue.error or error
+            self._queue.changed.notify_all()
+
     def check(self) -> None:
         """Raises if a job has failed."""
+        if os.getpid() != self._process:
+            raise OffloadError("a forked process has no threads of its parent's; shard a model of its own there")
         error = self._queue.error
         if error is not None:
             raise OffloadError(
@@ -84,8 +96,10 @@ class Worker:
             ) from error
 
 
-def _close(queue: _Queue, thread: threading.Thread) -> None:
+def _close(queue: _Queue, thread: threading.Thread, process: int) -> None:
     """Drops what has not begun, and waits for what has: it uses memory that is about to go."""
+    if os.getpid() != process:
+        return
     with queue.changed:
         queue.closed = True
         if queue.jobs:
@@ -96,7 +110,9 @@ def _close(queue: _Queue, thread: threading.Thread) -> None:
         thread.join(CLOSE_SECONDS)
 
 
-def _work(queue: _Queue) -> None:
+def _work(queue: _Queue, prepare: Callable[[], None] | None) -> None:
+    if prepare is not None:
+        prepare()
     while True:
         with queue.changed:
             queue.changed.wait_for(lambda: bool(queue.jobs) or queue.closed)
