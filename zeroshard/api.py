@@ -130,7 +130,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Waits until parameters that are whole at rest show their updated values."""
+    """Waits for updates under way, so that parameters that are whole at rest show their values.
+
+    What a delayed update has made is published too. With offload in stages 1 and 2 it is collective: call it on all
+    ranks.
+    """
     runtime_of(model).synchronize()
 
 
