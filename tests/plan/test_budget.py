@@ -28,8 +28,14 @@ TABLE_1 = {
     256: ("30.4 15.4 0.47", "518 263 8", "4046 2054 62.5"),
     1024: ("30.1 15.1 0.12", "513 257 2", "4011 2013 15.6"),
 }
-TABLE_2 = {1: (2, 7.6, 14.4, 128), 2: (4, 15.2, 28.8, 256), 4: (8, 30.4, 57.6, 500), 8: (16, 60.8, 115.2, 1000)}
-"""By model-parallel degree, billions of parameters on 32 GB with N = 64; the last column is printed as 0.5T and 1T."""
+TABLE_2 = {
+    1: (2, 7.6, 14.4, 128),
+    2: (4, 15.2, 28.8, 256),
+    4: (8, 30.4, 57.6, 500),
+    8: (16, 60.8, 115.2, 1000),
+    16: (32, 121.6, 230.4, 2000),
+}
+"""By model-parallel degree, billions of parameters on 32 GB with N = 64; the last column is printed as 0.5T, 1T and 2T."""
 
 
 def states(psi: float) -> StateBytes:
