@@ -35,7 +35,7 @@ TABLE_2 = {
     8: (16, 60.8, 115.2, 1000),
     16: (32, 121.6, 230.4, 2000),
 }
-"""By model-parallel degree, billions of parameters on 32 GB with N = 64; the last column is printed as 0.5T, 1T and 2T."""
+"""By model-parallel degree, billions of parameters on 32 GB with N = 64; the last column is printed as 0.5T, 1T, 2T."""
 
 
 def states(psi: float) -> StateBytes:
