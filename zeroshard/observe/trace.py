@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -165,7 +165,8 @@ def trace(path: str | Path | None = None) -> Iterator[Trace]:
         yield recording
     finally:
         for source in list(_sources):
-            source.wait()  # an update that began inside the block belongs to it
+            with suppress(RuntimeError):  # that some model's update has failed is for its own callers to hear
+                source.wait()  # an update that began inside the block belongs to it
         _active = None
         recording.finish()
         if path is not None:
