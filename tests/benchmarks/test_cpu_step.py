@@ -33,9 +33,10 @@ def test_variants_train_the_same_model_and_stage_3_keeps_its_share_of_it(tmp_pat
     assert fsdp2["ratio"] == 1
     states = 12 * 110_000 / 2  # parameters and two moments, halved; embeddings and norms come on top
     assert states < sharded["at_rest_bytes"] < sharded["peak_bytes"]
-    # Half of it, and the root unit and a block or two whole: they are gathered for the next forward already, and how
-    # far that has come when the step ends depends on the messages under way.
-    assert sharded["at_rest_bytes"] < 0.9 * ddp["at_rest_bytes"]
+    # The share it keeps, and what the end of a step has gathered for the next forward: the root and one block, in fp32,
+    # and at most half a block in a message under way.
+    root, block = 256 * 64 + 32 * 64 + 2 * 64, 12 * 64**2 + 13 * 64
+    assert sharded["at_rest_bytes"] < 0.6 * ddp["at_rest_bytes"] + 4 * (root + block) + 4 * block / 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
