@@ -32,11 +32,13 @@ class HostUpdate:
         rank: int,
         group_of: Callable[[Flat, MasterPiece], dict[str, Any]],
         state: defaultdict[Tensor, dict[str, Any]],
+        check_nothing_held: Callable[[str], None],
     ) -> None:
         self.flats = [flat for flat in flats if flat.host is not None]
         self.pipeline, self._rank = pipeline, rank
         self._optimizer, self._group_of, self._state = optimizer, group_of, state
         self._options: Offload = pipeline.options
+        self._check_nothing_held = check_nothing_held
         self._moments = moment_names(optimizer)
         self._counts: dict[Tensor, int] = {}
         """Steps that each piece has made."""
@@ -57,6 +59,7 @@ class HostUpdate:
             # All micro-batches of a step see one version of the parameters: what the device still needs is published
             # in step() instead.
             if host.held and self._micro_batches == 1:
+                self._check_nothing_held("a backward that publishes a delayed update")
                 host.held = False
                 host.receive(gradient, flat.expect_update())
                 return True
@@ -73,6 +76,7 @@ class HostUpdate:
         if not complete or gradient_of(flat).present:
             # Some rank may have used what this one has not: the ranks agree on that in step(). Or it comes in parts.
             return False
+        self._check_nothing_held("a backward that updates")
         if self._frozen is None:
             self._frozen = self._settings()
         self._update_early(flat, gradient)
@@ -178,8 +182,11 @@ class HostUpdate:
         self._state[piece.tensor].update({name: self._moment(flat, piece, name) for name in self._moments})
 
     def show_steps(self) -> None:
-        """Brings the step numbers in the optimizer's state up to date, which no update needs."""
-        if "exp_avg" in self._moments:
+        """Brings the step numbers in the optimizer's state up to date, which no update needs.
+
+        Moments in 16 bits are rounded by them, so that whoever loads the state needs them, also SGD's.
+        """
+        if "exp_avg" in self._moments or self._options.moments is not torch.float32:
             for piece, count in self._counts.items():
                 self._state[piece]["step"] = torch.tensor(float(count))
 

@@ -107,7 +107,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._state = self._inner.state
         self._host: HostUpdate | None = None
         if pipeline is not None:
-            self._host = HostUpdate(flats, pipeline, original, fabric.rank, self._group, self._state)
+            self._host = HostUpdate(
+                flats, pipeline, original, fabric.rank, self._group, self._state, schedule.check_nothing_held
+            )
         self._shard_state(original)
         self._complete = True
         original.register_step_pre_hook(_refuse_old_handle)
@@ -143,7 +145,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._schedule.check_nothing_held()
+        self._schedule.check_nothing_held("step()")
         if self._host is not None:
             self._host.finish()
         for flat in self._flats:

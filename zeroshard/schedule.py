@@ -109,12 +109,12 @@ class Schedule:
             return unit.name in self._config.keep or unit.title in self._config.keep
         return unit is self._root or (bool(self._training.last) and unit is self._training.last[-1])
 
-    def check_nothing_held(self) -> None:
-        """A step would change parameters under a ``gathered`` block that shows them."""
+    def check_nothing_held(self, doing: str) -> None:
+        """An update would change parameters under a ``gathered`` block that shows them."""
         for unit in self._units:
             if unit.holds:
                 raise RuntimeError(
-                    f"step() inside `with zeroshard.gathered(...)`, which holds {unit.title!r}; leave the block first"
+                    f"{doing} inside `with zeroshard.gathered(...)`, which holds {unit.title!r}; leave the block first"
                 )
 
     def prepare_forward(self, outdated: Set[Flat]) -> None:

@@ -179,3 +179,33 @@ def test_a_forked_process_is_told_that_the_threads_stayed_behind() -> None:
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("offload", [Offload(update_in_backward=True), Offload(delayed_update_after=0)])
+def test_a_backward_that_would_change_what_a_gathered_block_shows_is_refused(offload: Offload) -> None:
+    model, optimizer = shard(offload=offload)
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    with zeroshard.gathered(model), pytest.raises(RuntimeError, match=r"gathered.*leave the block"):
+        loss_of(model, 2).backward()
+
+
+def test_momentum_in_16_bits_rounds_after_a_load_as_it_would_have_without() -> None:
+    def sgd() -> tuple[Any, Any]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        return zeroshard.shard(model, optimizer, stage=2, precision="bf16", offload=Offload(moments=BF16))
+
+    model, optimizer = sgd()
+    for number in range(3):
+        step(model, optimizer, number)
+    resumed, resumed_optimizer = sgd()
+    resumed.load_state_dict(zeroshard.full_state_dict(model))
+    resumed_optimizer.load_state_dict(optimizer.state_dict())
+    for number in range(3, 6):
+        step(model, optimizer, number)
+        step(resumed, resumed_optimizer, number)
+    for one, other in zip(
+        optimizer.state_dict()["state"].values(), resumed_optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])

@@ -64,8 +64,8 @@ class Stats:
     host_memory: Memory | None
     """With offload: this rank's states in host memory. Gradients there include the slots they land in."""
     host_traffic: Mapping[str, int]
-    """With offload: bytes "to the host" and "to the device" between the last two ends of ``step()``. What an update
-    sends off after its step has returned counts for the next."""
+    """With offload: bytes "to the host" and "to the device" that the last step asked for, also where the copies are
+    made behind the next one."""
     memory_at_step: Memory | None
     """This rank's memory between backward and update of the last step, as the papers count it."""
     grad_norm: float | None

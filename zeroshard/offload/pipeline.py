@@ -124,9 +124,7 @@ class Pipeline:
         self.states: list[HostStates] = []
         """Of all flats whose states live here."""
         self._tasks: deque[Task] = deque()
-        self._counting = threading.Lock()
-        self.traffic = {trace.DOWN: 0, trace.UP: 0}
-        """Bytes between host and device since the last ``take_traffic``."""
+        self._traffic = {trace.DOWN: 0, trace.UP: 0}
         trace.wait_for(self)
 
     @property
@@ -257,15 +255,13 @@ class Pipeline:
         self.updater.wait()
 
     def take_traffic(self) -> dict[str, int]:
-        """Bytes that crossed between host and device since this was last asked."""
-        with self._counting:
-            taken, self.traffic = self.traffic, {trace.DOWN: 0, trace.UP: 0}
+        """Bytes that were asked to cross between host and device since this was last asked."""
+        taken, self._traffic = self._traffic, {trace.DOWN: 0, trace.UP: 0}
         return taken
 
     def count(self, way: str, size: int) -> None:
-        """Notes a copy."""
-        with self._counting:
-            self.traffic[way] += size
+        """Notes a copy as it is asked for, not as it is made, so that it counts for the step that asks."""
+        self._traffic[way] += size
 
     @contextmanager
     def on_stream(self, stream: torch.cuda.Stream | None, *after: torch.cuda.Event | None) -> Iterator[None]:
@@ -303,7 +299,6 @@ class Pipeline:
         *after: torch.cuda.Event | None,
         wait: bool = False,
     ) -> torch.cuda.Event | None:
-        self.count(way, target.nbytes)
         with self.on_stream(stream, *after):
             with trace.on_stream(way, label):
                 target.copy_(source, non_blocking=True)

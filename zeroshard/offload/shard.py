@@ -126,6 +126,8 @@ class HostShard:
         if pipeline.norms and not self.received and not wide:
             norm = compat.norms([gradient[self._norm_part]], torch.float64)[0]
         produced, updated = pipeline.now(), self._updated
+        pipeline.count(trace.DOWN, gradient.nbytes)
+        self._count_publication(publication)
         self._landed = self._admit(gradient, lambda: self._land(gradient, produced, updated, publication))
         self.received, self._norm = self.received + 1, norm
 
@@ -142,6 +144,7 @@ class HostShard:
     def publish_held(self, publication: Publication) -> None:
         """Publishes a delayed update whose unit got no gradient."""
         over, updated = self._pipeline.now(), self._updated
+        self._count_publication(publication)
         self._landed = self._pipeline.mover.submit(lambda: self._publish_held(publication, over, updated))
 
     def norm(self) -> Tensor | float | None:
@@ -222,6 +225,7 @@ class HostShard:
         """
         self.held = publication is None
         self.acknowledge()
+        self._count_update(publication)
         task = _Update(self, rules, factor, over, publication, landed=self._landed, following=following)
         self._updated = self._pipeline.update(task)
 
@@ -230,6 +234,8 @@ class HostShard:
         self.check_not_updated()
         pipeline = self._pipeline
         produced = pipeline.now()
+        pipeline.count(trace.DOWN, gradient.nbytes)
+        self._count_update(publication)
 
         def land() -> None:
             assert pipeline.ring is not None
@@ -249,6 +255,19 @@ class HostShard:
         with pipeline.failing_together():
             self._landed = self._admit(gradient, land)
         self.received, self.updated_early = 1, True
+
+    def _count_update(self, publication: Publication | None) -> None:
+        if self.reads_back:
+            self._pipeline.count(trace.DOWN, self._parameter_bytes)
+        self._count_publication(publication)
+
+    def _count_publication(self, publication: Publication | None) -> None:
+        if publication is not None and self._target is not None:
+            self._pipeline.count(trace.UP, self._parameter_bytes)
+
+    @property
+    def _parameter_bytes(self) -> int:
+        return self.states.numel * self.states.dtype.itemsize
 
     # -- on the mover ---------------------------------------------------------------------------------------------
 

@@ -80,9 +80,6 @@ class Observer:
         if self._traced and step == self._traced.start:
             self._settle()
             self._trace = self._tracing.enter_context(zeroshard.trace(self._trace_file))
-        if self._pipeline is not None and step == self._measured:
-            self._settle()
-            self._pipeline.take_traffic()  # of the steps before
 
     def before_update(self, step: int) -> None:
         """Between backward and step: with gradients still on their way, memory would be a matter of luck."""
@@ -123,7 +120,6 @@ class Observer:
         sizes = [ranks * states.numel for states in pipeline.states]
         assert stats.memory_at_step is not None, "a step has been made"
         assert stats.host_memory is not None, "there is a pipeline"
-        moved = sum(stats.host_traffic.values()) + sum(pipeline.take_traffic().values())
         return Offloaded(
             on_host=OnHost(
                 options=pipeline.options,
@@ -132,5 +128,5 @@ class Observer:
             ),
             device=StateBytes.of(stats.memory_at_step),
             host=StateBytes.of(stats.host_memory),
-            traffic=None if _follows_evaluation(self._measured, self._train) else moved,
+            traffic=None if _follows_evaluation(self._measured, self._train) else sum(stats.host_traffic.values()),
         )
