@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,10 @@ class Result:
     """Share of a step in which copies are all that happens: neither the device nor the host works."""
     updating: float
     """Seconds a step in which the host updates."""
+    memory_speed: float
+    """GB/s of a plain pass over the host's memory just before: hosts are shared, so it varies."""
+    stolen: float
+    """Share of the processor time that the hypervisor gave to others meanwhile."""
 
 
 def offloaded(options: dict[str, Any], threads: int | None) -> Callable[[ModelConfig], Step]:
@@ -91,16 +96,19 @@ def measure(name: str, build: Callable[[ModelConfig], Step], config: ModelConfig
     gc.collect()
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
+    speed = memory_speed()
     step = build(config)
     for _ in range(4):
         loss: Any = step(tokens, targets)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    before = _processor_time()
     begin = time.perf_counter()
     for _ in range(args.steps):
         loss = step(tokens, targets)
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - begin) / args.steps
+    used = _processor_time() - before
     peak = (torch.cuda.max_memory_allocated() - base) / 2**30
     host = _resident() / 2**30
     value = float("nan") if loss is None else float(loss.detach())
@@ -112,7 +120,34 @@ def measure(name: str, build: Callable[[ModelConfig], Step], config: ModelConfig
     gc.collect()
     updating = sum(stop - start for start, stop in trace.busy(UPDATE)) / 3
     rate = args.batch * config.sequence / seconds
-    return Result(name, seconds, rate, peak, host, value, trace.exposed_copies(), updating)
+    return Result(
+        name, seconds, rate, peak, host, value, trace.exposed_copies(), updating, speed, used.stolen / used.all
+    )
+
+
+def memory_speed() -> float:
+    """GB/s of the quickest of a few plain passes over 2 GiB, on all threads."""
+    values = torch.ones(1 << 29)
+    best = math.inf
+    for _ in range(5):
+        begin = time.perf_counter()
+        values.mul_(0.999)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * values.nbytes / best / 1e9
+
+
+class _ProcessorTime(NamedTuple):
+    stolen: int
+    all: int
+
+    def __sub__(self, other: _ProcessorTime) -> _ProcessorTime:
+        return _ProcessorTime(self.stolen - other.stolen, self.all - other.all)
+
+
+def _processor_time() -> _ProcessorTime:
+    with open("/proc/stat") as file:
+        ticks = [int(entry) for entry in file.readline().split()[1:9]]
+    return _ProcessorTime(ticks[7], sum(ticks))
 
 
 def _resident() -> int:
@@ -156,8 +191,9 @@ def main() -> None:
             last = results[-1]
             print(
                 f"{name:36} {last.seconds:.4f} s  {last.tokens_a_second:8.0f} tokens/s  peak {last.peak_gib:.2f} GiB  "
-                f"host {last.host_gib:.1f} GiB  loss {last.loss:.4f}  copies exposed {last.exposed:.1%}  "
-                f"host updating {last.updating:.3f} s",
+                f"host {last.host_gib:.1f} GiB  copies exposed {last.exposed:.1%}  "
+                f"host updating {last.updating:.3f} s  plain pass {last.memory_speed:.0f} GB/s  "
+                f"stolen {last.stolen:.1%}",
                 flush=True,
             )
     with open(args.out, "w") as file:
