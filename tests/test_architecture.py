@@ -24,6 +24,7 @@ LAYERS = [
     {"comm"},
     {"observe.watchdog"},
     {"hook"},
+    {"plan.foresee"},
     {"plan.choice"},
     {"plan.hardware", "plan.models"},
     {"plan.trace", "plan.volume"},

@@ -66,7 +66,7 @@ def test_an_unknown_option_like_no_other_is_refused_with_all_names() -> None:
     with pytest.raises(TypeError, match="zzz") as caught:
         Config.parse({"zzz": 1})
     assert "did you mean" not in str(caught.value)
-    assert all(entry.name in str(caught.value) for entry in fields(Config))
+    assert all(entry.name in str(caught.value) for entry in fields(Config) if entry.init)
 
 
 BAD: list[tuple[str, Any]] = [

@@ -7,19 +7,18 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import guards, machine
+from . import compat, guards, machine
 from .comm import DisagreementError, Fabric
 from .config import Config
 from .observe.ledger import Stats
 from .offload.rules import check_has_kernel
 from .optimizer import ShardedOptimizer, check_covers, check_elementwise
-from .plan.memory import explain_choice, lowest_stage_that_fits, state_bytes
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -58,8 +57,7 @@ def shard(
             print(message)
     fabric = Fabric(device, config.stall_timeout, _rows(config))
     _check_same_everywhere(model, optimizer, config, fabric)
-    if config.stage == "auto":
-        config = replace(config, stage=_choose_stage(model, optimizer, config, fabric))
+    config = _consult_plan(model, optimizer, config, fabric)
     runtime = Runtime(model, optimizer, config, fabric)
     guards.install(runtime)
     if len(runtime.units) == 1 and fabric.world > 1 and fabric.rank == 0:
@@ -232,23 +230,24 @@ def _start_process_group(device: torch.device) -> None:
             dist.init_process_group("gloo")
 
 
-def _choose_stage(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
-) -> Literal[0, 1, 2, 3]:
-    """The lowest stage that fits the rank with the least memory."""
-    states = state_bytes(model, optimizer, config.precision).on_device(config.offload)
-    # First divide, then offload (ZeRO-Offload, section 4.2): undivided, every rank would fill the host with the same.
-    lowest = 2 if config.offload is not None and fabric.shards > 1 else 0
-    if fabric.device.type == "cuda":
-        held = sum(p.nbytes for p in model.parameters() if p.device == fabric.device)  # moves, so it does not count
-        available = torch.cuda.mem_get_info(fabric.device)[0] + held
-    else:
-        available = machine.usable_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", fabric.world))
-    available = -fabric.maximum([-available])[0]
-    stage = lowest_stage_that_fits(states, fabric.shards, available, lowest)
-    if fabric.rank == 0:
-        print(explain_choice(stage, states, fabric.shards, available))
-    return cast(Literal[0, 1, 2, 3], stage)
+def _consult_plan(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric) -> Config:
+    """Takes the stage and offload that were left to the plan, and warns of what cannot fit; alike on all ranks."""
+    if any(compat.is_fake(parameter) for parameter in model.parameters()):  # a dry run, which takes no memory
+        if config.stage == "auto" or config.chooses_offload:
+            raise ValueError('"auto" asks what fits this machine, and a dry run without a device takes no memory')
+        return config
+    from .plan import foresee  # late, for it takes time and is needed once
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", fabric.world))
+    room = foresee.least(fabric.gather_objects(foresee.room_of(model, fabric.device, local)))
+    advice = foresee.Foresight(model, optimizer, config, fabric.shards, room).advise()
+    if config.stage == "auto" or config.chooses_offload:
+        advice = fabric.gather_objects(advice)[0]  # what is known of the machine may differ from node to node
+    if fabric.rank == 0 and advice.chosen is not None:
+        print(advice.chosen)
+    if fabric.rank == 0 and advice.warning is not None:
+        warnings.warn(advice.warning, stacklevel=3)
+    return replace(config, stage=advice.stage, offload=advice.offload)
 
 
 def _rows(config: Config) -> list[list[int]] | None:

@@ -23,6 +23,7 @@ STAGES = (0, 1, 2, 3, "auto")
 STAGE_3_ONLY = ("keep", "prefetch")
 OFFLOAD_DEPENDS_ON = ("stage", "precision", "clip_grad_norm")
 EMPTY: Literal["empty"] = "empty"
+AUTO: Literal["auto"] = "auto"
 LONGEST_STALL = 365.0 * 24 * 3600
 
 
@@ -304,7 +305,7 @@ class Offload:
             moments = value.get("moments", torch.float32)
             dtype = _dtype("offload.moments", moments) if isinstance(moments, str) else moments
             return cls(**{**value, "moments": dtype})
-        raise ValueError(f'offload={value!r} must be "cpu", a zeroshard.Offload, or None')
+        raise ValueError(f'offload={value!r} must be "cpu", "auto", a zeroshard.Offload, or None')
 
     def check_against(self, precision: Precision, stage: int | Literal["auto"], clip_grad_norm: float | None) -> None:
         """Refuses what the other options leave without effect or sense."""
@@ -341,10 +342,13 @@ class Config:
     stage: int | Literal["auto"] = 3
     """ZeRO stage: 0 divides nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
 
-    "auto" takes the lowest one whose model states fit the device, and prints which and why.
+    "auto" takes the fastest one that fits by the plan, and prints which and why.
     """
     offload: Offload | None = None
-    """Where optimizer states and gradients live: None for the device, "cpu" or an ``Offload`` for host memory."""
+    """Where optimizer states and gradients live: None for the device, "cpu" or an ``Offload`` for host memory.
+
+    "auto" takes the fastest way that fits by the plan, of those that leave results as they are, and prints it.
+    """
     precision: Precision = field(default_factory=Precision)
     """Dtypes: "fp32", "bf16", "fp16" or a ``Precision``. None keeps each parameter's own."""
     clip_grad_norm: float | None = None
@@ -376,6 +380,13 @@ class Config:
     """Folder of Hugging Face safetensors, or one such file: every rank reads its shards from there, and no more."""
     stall_timeout: float = 30.0
     """Seconds after which a collective that some rank does not join raises, naming that rank."""
+    example: Any = field(default=None, repr=False, compare=False)
+    """One micro-batch as ``forward`` takes it: a tensor, a tuple or a dict; on the meta device is enough.
+
+    With it the plan that ``shard()`` consults counts activations and, where it knows the model's kind, foresees times.
+    """
+    chooses_offload: bool = field(default=False, init=False)
+    """Whether ``offload="auto"`` was asked for; ``shard()`` puts what it finds in its place."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.stage, int | str) or isinstance(self.stage, bool) or self.stage not in STAGES:
@@ -384,6 +395,9 @@ class Config:
             object.__setattr__(self, "precision", Precision.parse(self.precision))
         if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:
             _require_positive("clip_grad_norm", self.clip_grad_norm)
+        object.__setattr__(self, "chooses_offload", isinstance(self.offload, str) and self.offload == AUTO)
+        if self.chooses_offload:
+            object.__setattr__(self, "offload", None)
         if self.offload is not None:
             object.__setattr__(self, "offload", Offload.parse(self.offload))
             assert self.offload is not None
@@ -399,6 +413,10 @@ class Config:
         if self.prefetch is not None:
             _require_count("prefetch", self.prefetch, least=0)
         _require_flag("elementwise", self.elementwise)
+        if self.example is not None and not isinstance(self.example, torch.Tensor | Sequence | Mapping):
+            raise ValueError(
+                f"example={self.example!r} must be what forward takes: a tensor, a tuple of them, or a dict by name"
+            )
         if self.device is not None:
             object.__setattr__(self, "device", torch.device(self.device))
             if self.device.type not in ("cpu", "cuda"):
@@ -426,7 +444,7 @@ class Config:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
         """From keyword options, as ``shard()`` takes them."""
-        known = [entry.name for entry in fields(cls)]
+        known = [entry.name for entry in fields(cls) if entry.init]
         for name in options:
             if name not in known:
                 raise TypeError(f"shard() has no option {name!r}{nearest(name, known)}; options: {', '.join(known)}")
@@ -435,7 +453,7 @@ class Config:
 
 def problems(options: Mapping[str, object], path: str) -> list[str]:
     """All that is wrong with the ``shard`` options of a configuration file, each with its key path; [] if none."""
-    known = [entry.name for entry in fields(Config)]
+    known = [entry.name for entry in fields(Config) if entry.init]
     found = [f"{path}.{name}: unknown key{nearest(name, known)}" for name in options if name not in known]
     base: Any = Config()
     stage = options.get("stage", base.stage)

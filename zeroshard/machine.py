@@ -94,7 +94,7 @@ def probe_amx(cpuinfo: str | None = None, probe: Callable[[], int] | None = None
         return Amx.CAPPED
     # Named by what the answer depends on, so that an upgrade of torch or a migrated home folder asks again.
     key = hashlib.sha256(f"{cpu.model}\n{torch.__version__}".encode()).hexdigest()[:16]
-    remembered = (cache or _cache_folder()) / f"amx-{key}"
+    remembered = (cache or cache_folder()) / f"amx-{key}"
     match _read(remembered):
         case "works":
             return Amx.WORKS
@@ -193,7 +193,15 @@ def _probe_in_child() -> int:
     return done.returncode
 
 
-def _cache_folder() -> Path:
+def device_title(device: torch.device) -> str:
+    """Return what a device, or the processor, calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return Cpu.parse(read_cpuinfo()).model
+
+
+def cache_folder() -> Path:
+    """Return where answers about this machine are remembered."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "zeroshard"
 

@@ -11,13 +11,7 @@ from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from zeroshard import machine
 from zeroshard.config import Precision
-from zeroshard.plan.memory import StateBytes, lowest_stage_that_fits, state_bytes
-
-
-def test_the_lowest_stage_that_fits_is_taken() -> None:
-    states = StateBytes(parameters=2_000, gradients=2_000, optimizer_states=12_000)
-    for available, stage in ((30_000, 0), (11_000, 1), (9_000, 2), (6_000, 3), (100, 3)):
-        assert lowest_stage_that_fits(states, 4, available) == stage, available
+from zeroshard.plan.memory import state_bytes
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -46,13 +40,13 @@ def test_frozen_parameters_are_foreseen_without_gradients_and_states() -> None:
 @on_ranks(2)
 def test_ranks_with_different_memory_choose_one_stage_and_train() -> None:
     rank = torch.distributed.get_rank()
-    psi = sum(p.numel() for p in net().parameters())
+    psi = sum(p.numel() for p in net(width=64).parameters())  # wide enough that padding is little
     original = machine.usable_memory
     for room, stage in ((100, 0), (20, 1), (16, 2), (5, 3)):
         # Rank 1 has less; LOCAL_WORLD_SIZE is not set, so the world shares the machine.
         machine.usable_memory = lambda room=room: 2 * psi * (room if rank else 1000)  # type: ignore[misc]
         try:
-            model = net()
+            model = net(width=64)
             model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage="auto")
         finally:
             machine.usable_memory = original

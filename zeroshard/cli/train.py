@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from zeroshard.config import DTYPES
+from zeroshard.config import AUTO, DTYPES
 from zeroshard.machine import ensure_bf16_matmul, usable_cores
 from zeroshard.train.job import (
     DEFAULT_PRESET,
@@ -72,8 +72,9 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--offload",
-        choices=(OFFLOAD_TO_HOST, NONE),
-        help="gradients and optimizer states live in host memory; short for --set shard.offload=cpu. Its options: "
+        choices=(OFFLOAD_TO_HOST, AUTO, NONE),
+        help="gradients and optimizer states live in host memory; short for --set shard.offload=cpu. auto takes what "
+        "fits and is fastest. Its options: "
         "--set shard.offload.moments=bf16 and so on",
     )
     parser.add_argument("--precision", choices=DTYPES, help="by default fp32 on CPU, bf16 on GPU")

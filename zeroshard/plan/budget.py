@@ -27,7 +27,7 @@ from .units import FlatShape, UnitShape, transformer_units
 FP32 = 4
 WORKSPACE = 64 << 20
 """Of the library that multiplies matrices on a GPU: forward and backward run on threads that have one each."""
-PARAMETER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PARAMETER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Phase(Enum):
@@ -108,8 +108,8 @@ def units_of(model: Model, setup: Setup) -> tuple[UnitShape, ...]:
     return model.units if isinstance(model, Traced) else transformer_units(model, setup)
 
 
-def budget(model: Model, setup: Setup) -> Budget:
-    """What one rank of a setup needs.
+def budget(model: Model, setup: Setup, workspace: int = WORKSPACE) -> Budget:
+    """What one rank of a setup needs; ``workspace`` is what the device's libraries take.
 
     >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024)
     >>> needs = budget(gpt, Setup(stage=2, world=64, batch=8))
@@ -118,7 +118,7 @@ def budget(model: Model, setup: Setup) -> Budget:
     """
     activations = model.activations if isinstance(model, Traced) else transformer_activations(model, setup)
     buffers = model.buffers if isinstance(model, Traced) else 0
-    rank = _Rank(setup, units_of(model, setup), activations, buffers)
+    rank = _Rank(setup, units_of(model, setup), activations, buffers, workspace)
     phase, peak = max(rank.moments(), key=lambda moment: moment[1].total)
     return Budget(rank.at_step, peak, phase, rank.host)
 
@@ -151,8 +151,10 @@ class _PlacedUnit(NamedTuple):
 class _Rank:
     """One rank's memory, moment by moment."""
 
-    def __init__(self, setup: Setup, units: Sequence[UnitShape], activations: Activations, buffers: int) -> None:
-        self.setup, self.activations, self.buffers = setup, activations, buffers
+    def __init__(
+        self, setup: Setup, units: Sequence[UnitShape], activations: Activations, buffers: int, workspace: int
+    ) -> None:
+        self.setup, self.activations, self.buffers, self.workspace = setup, activations, buffers, workspace
         self.width = setup.width
         self.table = state_table(setup.stage, setup.world, setup.offload)
         self.sharded = self.table.parameters.extent is Extent.SHARD
@@ -167,13 +169,15 @@ class _Rank:
     @cached_property
     def rest(self) -> DeviceMemory:
         """What is there all the time."""
-        parameters_on_host = self.setup.offload is not None and self.setup.offload.parameters == "cpu"
-        parameters = 0 if parameters_on_host else sum(f.shard if self.sharded else f.whole for f in self.flats)
+        elsewhere = self.setup.offload is not None and self.setup.offload.parameters == "cpu"
+        parameters = sum(f.shard if self.sharded else f.whole for f in self.flats)
+        if elsewhere or self.setup.cast_on_gather:
+            parameters = 0
         states = 0
         for flat in self.flats:
             if flat.shape.trained and not flat.on_host:
-                master = FP32 * flat.own if self.width < FP32 else 0
-                states += master + FP32 * self.setup.moments * round(flat.shape.parameters * flat.own / flat.whole)
+                moments = self.setup.moments * round(flat.shape.parameters * flat.own / flat.whole)
+                states += self.setup.master_width * flat.own + self.setup.moment_width * moments
         accumulators = 0
         if self.accumulates:
             accumulators = sum(FP32 * flat.own for flat in self.flats if flat.shape.trained and not flat.on_host)
@@ -182,7 +186,7 @@ class _Rank:
             optimizer_states=states,
             accumulators=accumulators,
             buffers=self.buffers,
-            temporary=WORKSPACE,
+            temporary=self.workspace,
         )
 
     @property
@@ -198,7 +202,7 @@ class _Rank:
     @cached_property
     def at_step(self) -> DeviceMemory:
         gradients = sum(self.stashed(flat) for flat in self.flats)
-        return _add(self.rest, gradients=gradients, temporary=-WORKSPACE)
+        return _add(self.rest, gradients=gradients, temporary=-self.workspace)
 
     @cached_property
     def host(self) -> HostBytes:
@@ -319,8 +323,8 @@ class _Rank:
     def _update(self) -> Iterator[tuple[Phase, DeviceMemory]]:
         """The optimizer runs on batches of flats: their gradients in fp32, and one temporary of Adam's beside it."""
         gradients = sum(self.stashed(flat) for flat in self.flats)
-        widened = FP32 if self.width < FP32 and not self.accumulates else 0
-        beside = FP32 if self.setup.moments > 1 else 0
+        widened = 0 if self.accumulates else self.setup.master_width
+        beside = self.setup.moment_width if self.setup.moments > 1 else 0
         batches = list(self._batches())
         for number, elements in enumerate(batches or [0]):
             first = self.units[: 1 + self.setup.prefetch] if number and self.setup.offload is None else []
@@ -386,9 +390,8 @@ def _stay(setup: Setup, sizes: Sequence[int], units: Sequence[UnitShape]) -> lis
     elements = sum(
         flat.shard(setup.world) if sharded else flat.numel(setup.world) for unit in units for flat in unit.flats
     )
-    masters = FP32 if setup.width < FP32 else 0
     room = offload.device_memory - setup.width * elements
-    return stay_within(sizes, setup.width + masters + 2 * FP32, max(room, 0))
+    return stay_within(sizes, setup.width + setup.master_width + 2 * FP32, max(room, 0))
 
 
 def _add(memory: DeviceMemory, **more: int) -> DeviceMemory:

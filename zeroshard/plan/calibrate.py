@@ -72,7 +72,7 @@ def calibrate(device: torch.device | None = None) -> Calibration:
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts.ensure_bf16_matmul()
     base, known = nearest_profile(device)
-    base = replace(base, name="this machine", title=title_of(device), devices_per_node=_local_ranks(device))
+    base = replace(base, name="this machine", title=facts.device_title(device), devices_per_node=_local_ranks(device))
     found: dict[str, float] = {}
     found |= _measure_device(device, base, known)
     found |= _measure_host(device)
@@ -94,13 +94,6 @@ def _base_name(device: torch.device) -> str:
         return "cpu"
     here = torch.cuda.get_device_name(device).upper()
     return next((name for name in ("h200", "h100", "a100", "v100") if name.upper() in here), "a100")
-
-
-def title_of(device: torch.device) -> str:
-    """What the device calls itself."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return facts.Cpu.parse(facts.read_cpuinfo()).model
 
 
 # -- measurements -------------------------------------------------------------------------------------------------

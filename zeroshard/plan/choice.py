@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from ..config import Offload
-from .budget import Budget, Model, budget
+from .budget import WORKSPACE, Budget, Model, budget
 from .hardware import Hardware
 from .models import Subject
 from .shape import Setup, Transformer
@@ -59,10 +59,12 @@ class Row:
     model: Model
     setup: Setup
     hardware: Hardware
+    shape: Transformer | None = None
+    """What times are foreseen of, where the model was traced and is known to be this."""
 
     @cached_property
     def budget(self) -> Budget:
-        return budget(self.model, self.setup)
+        return budget(self.model, self.setup, 0 if self.hardware.on_cpu else WORKSPACE)
 
     @cached_property
     def volume(self) -> Volume:
@@ -71,9 +73,10 @@ class Row:
     @cached_property
     def time(self) -> StepTime | None:
         """None for a module that was traced, whose arithmetic is not known, and where no profile is."""
-        if self.hardware.machine is None or not isinstance(self.model, Transformer):
+        shape = self.model if isinstance(self.model, Transformer) else self.shape
+        if self.hardware.machine is None or shape is None:
             return None
-        return step_time(self.model, self.setup, self.hardware.machine)
+        return step_time(shape, self.setup, self.hardware.machine)
 
     @property
     def room(self) -> float:
@@ -199,11 +202,21 @@ def shard_call(setup: Setup) -> str:
     >>> shard_call(Setup(stage=2, offload=Offload(moments=torch.bfloat16)))
     'zeroshard.shard(model, optimizer, stage=2, precision="bf16", offload=zeroshard.Offload(moments=torch.bfloat16))'
     """
-    options = [f"stage={setup.stage}", f'precision="{setup.precision}"']
-    if setup.offload is not None:
-        given = [f"{name}={_written(value)}" for name, value in _changed(setup.offload)]
-        options.append(f"offload=zeroshard.Offload({', '.join(given)})" if given else 'offload="cpu"')
+    stage, *offload = shard_options(setup)
+    options = [stage, f'precision="{setup.precision}"', *offload]
     return f"zeroshard.shard(model, optimizer, {', '.join(options)})"
+
+
+def shard_options(setup: Setup) -> list[str]:
+    """Stage and offload as ``shard()`` takes them.
+
+    >>> shard_options(Setup(stage=3, offload=Offload()))
+    ['stage=3', 'offload="cpu"']
+    """
+    if setup.offload is None:
+        return [f"stage={setup.stage}"]
+    given = ", ".join(f"{name}={_written(value)}" for name, value in _changed(setup.offload))
+    return [f"stage={setup.stage}", f"offload=zeroshard.Offload({given})" if given else 'offload="cpu"']
 
 
 def torchrun_command(setup: Setup, hardware: Hardware, preset: str | None) -> str:

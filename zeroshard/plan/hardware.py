@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
 
 from .. import machine as here
-from .machine_profile import Machine, load, names
+from .machine_profile import Machine, calibrated_file, load, names
 
 GB = 1e9
 CPU_RANKS = 2
@@ -42,6 +43,8 @@ class Hardware:
     """Whether that profile was taken for its memory's size alone."""
     on_cpu: bool = False
     """Ranks compute in host memory, so that there is nothing to offload."""
+    taken: float = CONTEXT
+    """Bytes of a device that are not to be had; 0 where its memory is what was seen to be free."""
 
     @property
     def per_node(self) -> int:
@@ -52,7 +55,7 @@ class Hardware:
         """What a rank's peak may be."""
         if self.on_cpu:
             return self.device_memory
-        return max(0.0, self.device_memory * (1 - FRAGMENTS) - CONTEXT)
+        return max(0.0, self.device_memory * (1 - FRAGMENTS) - self.taken)
 
     @property
     def host_memory_per_rank(self) -> float:
@@ -94,7 +97,9 @@ def find_hardware(
     memory = gpu_memory * GB if gpu_memory is not None else _device_memory(machine)
     guessed = False
     if machine is None:
-        machine, guessed = _by_name_or_memory(memory)
+        title = here.device_title(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
+        machine, guessed = profile_of(title, memory)
+        assert machine is not None
     a_node = machine.devices_per_node
     count = gpus or (nodes * a_node if nodes else torch.cuda.device_count() or 1)
     node_count = nodes or math.ceil(count / a_node)
@@ -155,18 +160,30 @@ def _device_memory(machine: Machine | None) -> float:
     )
 
 
-def _by_name_or_memory(memory: float) -> tuple[Machine, bool]:
-    """The profile of this machine's GPU, else one with such a memory; and whether it is a guess."""
+def profile_of(title: str, memory: float, on_cpu: bool = False) -> tuple[Machine | None, bool]:
+    """What is known of a device: measured here, by its name, or by its memory, which is a guess.
+
+    Nothing is guessed of a processor.
+    """
+    file = calibrated_file(title)
+    if file.is_file():
+        try:
+            return replace(load(file), name="calibrated"), False
+        except ValueError as error:
+            warnings.warn(f"{error}; measure anew with `zeroshard plan --calibrate`", stacklevel=2)
+    if on_cpu:
+        return None, False
     known = [load(name) for name in names() if name != "cpu"]
-    if torch.cuda.is_available():
-        title = torch.cuda.get_device_properties(0).name.lower()
-        for machine in known:
-            if machine.name in title:
-                return machine, False
+    for machine in known:
+        if machine.name in title.lower():
+            return machine, False
     return min(reversed(known), key=lambda machine: abs(machine.device.memory - memory)), True
 
 
 def _this_cpu(host_memory: float | None) -> Hardware:
     memory = host_memory * GB if host_memory is not None else float(here.available_memory())
     ranks = min(CPU_RANKS, here.usable_cores())
-    return Hardware(ranks, 1, memory / ranks, memory, on_cpu=True)
+    machine, _ = profile_of(here.device_title(torch.device("cpu")), memory, on_cpu=True)
+    if machine is not None:
+        machine = replace(machine, devices_per_node=ranks)
+    return Hardware(ranks, 1, memory / ranks, memory, machine, on_cpu=True)

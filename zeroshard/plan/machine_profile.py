@@ -7,12 +7,14 @@ A profile says what is reached, not what is printed on the box: bandwidths are t
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .. import machine as facts
 from ..config import nearest
 
 FOLDER = Path(__file__).parent / "machines"
@@ -94,6 +96,12 @@ class Machine:
 
     def nodes(self, devices: int) -> int:
         return math.ceil(devices / self.devices_per_node)
+
+
+def calibrated_file(title: str) -> Path:
+    """Where the measured profile of the machine at hand is kept, by what its device calls itself."""
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "unknown"
+    return facts.cache_folder() / f"machine-{name}.toml"
 
 
 def names() -> list[str]:

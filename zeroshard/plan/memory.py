@@ -1,4 +1,4 @@
-"""The papers' memory formula for any stage, dtype and optimizer, and the lowest stage that fits a device."""
+"""The papers' memory formula for any stage, dtype and optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from ..config import Extent, Offload, Precision, state_table
 
 STATES_SHARE = 0.7
-"""Model states may take this share of a device; the rest is for activations and buffers, which are not foreseen yet."""
+"""Model states may take this share of a device; the rest is for activations and buffers, where these are not known."""
 
 STATE_TENSORS = {
     torch.optim.ASGD: 1,
@@ -70,7 +70,7 @@ class StateBytes:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision) -> StateBytes:
     """What a model's states take in a given precision. Frozen parameters have neither gradients nor states."""
     parameters = gradients = states = 0
-    tensors = 2.0 if optimizer is None else _state_tensors(optimizer)
+    tensors = 2.0 if optimizer is None else state_tensors(optimizer)
     for parameter in model.parameters():
         width = (precision.parameters or parameter.dtype).itemsize
         parameters += width * parameter.numel()
@@ -81,24 +81,8 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, preci
     return StateBytes(parameters, gradients, states)
 
 
-def lowest_stage_that_fits(states: StateBytes, shards: int, available: int, lowest: int = 0) -> int:
-    """The lowest stage whose model states leave room for the rest; stage 3 if none does."""
-    fitting = (stage for stage in range(lowest, 4) if states.per_rank(stage, shards) <= STATES_SHARE * available)
-    return next(fitting, 3)
-
-
-def explain_choice(stage: int, states: StateBytes, shards: int, available: int) -> str:
-    """One line on why a stage was chosen."""
-    budget, need = STATES_SHARE * available, states.per_rank(stage, shards)
-    sizes = ", ".join(f"stage {other}: {states.per_rank(other, shards) / 1e9:.2f}" for other in range(4))
-    verdict = "the lowest that fits" if need <= budget else "and even that may not fit"
-    return (
-        f"zeroshard: stage {stage} chosen, {verdict}: model states in GB per rank ({sizes}) against "
-        f"{budget / 1e9:.2f}, which is {STATES_SHARE:.0%} of the {available / 1e9:.2f} GB available"
-    )
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> float:
+def state_tensors(optimizer: torch.optim.Optimizer) -> float:
+    """Tensors of a parameter's size that an optimizer keeps, the mean of its groups."""
     base = STATE_TENSORS.get(type(optimizer), 2)
     return _mean(base + _extra(group) for group in optimizer.param_groups)
 

@@ -181,6 +181,10 @@ HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
 """How the configuration of each model type is read."""
 
 
+TOLERANCE = 0.02
+"""How far the parameters of a module may be from those of its description, relative to them."""
+
+
 class Reader:
     """Reads numbers from a configuration, and names what is missing."""
 
@@ -229,6 +233,22 @@ def from_huggingface(file: Path) -> Subject:
     longest = read.optional("n_positions") or read.optional("max_position_embeddings")
     sequence = min(1024, longest) if longest else 1024
     return Subject(name, model, sequence=sequence, longest=longest)
+
+
+def describe(module: nn.Module) -> Transformer | None:
+    """The shape of a module that is one of ours or of the kinds above, all of it trained; None for any other."""
+    config: Any = getattr(module, "config", None)
+    found: Transformer | None = None
+    if isinstance(config, ModelConfig):
+        found = from_config(config)
+    elif hasattr(config, "to_dict") and getattr(config, "model_type", None) in HUGGINGFACE:
+        read = Reader(config.to_dict())
+        found = HUGGINGFACE[config.model_type](read)
+        found = None if read.missing else found
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    if found is None or abs(trained - found.parameters) > TOLERANCE * found.parameters:
+        return None
+    return found
 
 
 # -- any module -------------------------------------------------------------------------------------------------------

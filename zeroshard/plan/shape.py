@@ -10,6 +10,8 @@ from typing import Literal
 
 from ..config import Offload
 
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
@@ -101,7 +103,11 @@ class Setup:
     model_parallel: int = 1
     """Ranks that share one replica by tensor parallelism; each has an M-th of every block."""
     offload: Offload | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
+    masters: bool = True
+    """Whether fp32 masters stand behind 16-bit parameters; if not, moments have the parameters' precision."""
+    cast_on_gather: bool = False
+    """Stage 3: no 16-bit shard beside the master."""
     batch: int = 1
     """Sequences a rank and micro-batch."""
     sequence: int = 1024
@@ -119,7 +125,17 @@ class Setup:
     @property
     def width(self) -> int:
         """Bytes of a parameter."""
-        return 4 if self.precision == "fp32" else 2
+        return WIDTHS[self.precision]
+
+    @property
+    def master_width(self) -> int:
+        """Bytes of a master beside the parameter; 0 where the parameter is its own."""
+        return 4 if self.masters and self.width < 4 else 0
+
+    @property
+    def moment_width(self) -> int:
+        """Bytes of an element of what the optimizer keeps on the device."""
+        return self.master_width or self.width
 
     @property
     def devices(self) -> int:

@@ -36,6 +36,7 @@ def trace(
     sequence: int,
     max_unit_bytes: int,
     name: str = "",
+    chosen: Sequence[str | type[nn.Module]] | None = None,
 ) -> Traced:
     """Traces a model that is on the meta device. Without inputs it is given token ids.
 
@@ -46,7 +47,7 @@ def trace(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-    units = find_units(model, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
+    units = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
     args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
     watch = _Watch(model, units)
     try:
@@ -60,7 +61,7 @@ def trace(
         watch.remove_hooks()
     return Traced(
         name or type(model).__name__,
-        module_units(model, dtype.itemsize, max_unit_bytes),
+        module_units(model, dtype.itemsize, max_unit_bytes, chosen),
         buffers,
         watch.activations(),
     )

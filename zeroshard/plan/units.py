@@ -49,13 +49,17 @@ class UnitShape(NamedTuple):
         return sum(flat.numel(world) for flat in self.flats)
 
 
-def module_units(model: nn.Module, width: int | None, max_unit_bytes: int) -> tuple[UnitShape, ...]:
+def module_units(
+    model: nn.Module, width: int | None, max_unit_bytes: int, chosen: Sequence[str | type[nn.Module]] | None = None
+) -> tuple[UnitShape, ...]:
     """Those that ``shard()`` makes of a model, the root first. ``width`` is the bytes of a parameter, if all are cast.
+
+    ``chosen`` are modules that the user names as units.
 
     >>> [unit.numel(world=2) for unit in module_units(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, 1 << 30)]
     [0, 128, 128]
     """
-    specs = find_units(model, max_unit_bytes=max_unit_bytes, itemsize=width)
+    specs = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=width)
     return tuple(
         UnitShape(
             block,

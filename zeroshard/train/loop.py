@@ -62,12 +62,13 @@ def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         parameter_groups(model, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95)
     )
-    model, optimizer = zeroshard.shard(model, optimizer, **job.shard, device=here.device)
+    shape = {"batch": job.train.batch, "sequence": job.model.sequence}
+    example = torch.empty(tuple(shape.values()), dtype=torch.long, device="meta")
+    model, optimizer = zeroshard.shard(model, optimizer, **job.shard, device=here.device, example=(example, example))
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_share(step, job.train.steps, round(job.train.warmup * job.train.steps))
     )
 
-    shape = {"batch": job.train.batch, "sequence": job.model.sequence}
     observer = Observer(model, job.train, trace_file if here.rank == 0 else None)
     with observer, Journal(job.train.steps, here.world * job.train.batch * job.model.sequence, console) as journal:
         journal.evaluated(0, evaluate(model, job, corpus, here))
@@ -164,7 +165,8 @@ def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
 
 def _headline(job: Job, here: Rank, corpus: Corpus) -> str:
     kind = "GPU" if here.device.type == "cuda" else "CPU"
-    offload = ", offload cpu" if "offload" in job.shard else ""
+    offload = job.shard.get("offload")
+    offload = "" if offload is None else f", offload {offload if isinstance(offload, str) else 'cpu'}"
     return (
         f"{job.name}: {job.model.parameters / 1e6:,.1f}M parameters, {job.train.steps} steps of {here.world} × "
         f"{job.train.batch} × {job.model.sequence} bytes, {job.precision}{offload}, {here.world} {kind} rank(s)\n"

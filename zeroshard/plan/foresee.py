@@ -1,0 +1,369 @@
+"""What ``shard()`` asks the plan: does this fit, and which stage and offload to take here.
+
+Model states, gathered units and the update's buffers are known from the module. Activations are known only where an
+example of what forward takes is given, and times only where the model's kind is known too; what was not counted is
+said.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import machine as facts
+from ..config import DTYPES, Config, Offload
+from ..offload.library import Simd
+from ..offload.library import choose as choose_kernel
+from ..offload.rules import check_has_kernel
+from .activations import Activations
+from .budget import KINDS, DeviceMemory, Traced
+from .choice import Row, Variant, recommend, shard_options, variants
+from .hardware import GB, Hardware, profile_of
+from .memory import STATES_SHARE, state_tensors
+from .models import describe
+from .shape import Setup, Transformer
+from .trace import trace
+from .units import module_units
+
+SUGGESTED = 3
+"""Settings that are named, at most, where what was asked for does not fit."""
+WORDS = {"optimizer_states": "optimizer states", "gathered": "gathered parameters"}
+
+
+class Room(NamedTuple):
+    """Memory that the rank with the least may use, in bytes."""
+
+    device: int
+    host: int
+    local_ranks: int = 1
+    """Ranks that share a host."""
+    title: str = ""
+    """What the device calls itself."""
+    on_cpu: bool = False
+    """There is no device beside the host."""
+
+
+def room_of(model: nn.Module, device: torch.device, local_ranks: int) -> Room:
+    """What this rank has. Parameters that are on the device already will move, so their memory counts as free."""
+    title = facts.device_title(device)
+    if device.type != "cuda":
+        share = facts.usable_memory() // local_ranks
+        return Room(share, share, local_ranks, title, on_cpu=True)
+    held = sum(parameter.nbytes for parameter in model.parameters() if parameter.device == device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0]
+    return Room(free + cached + held, facts.available_memory() // local_ranks, local_ranks, title)
+
+
+def least(rooms: Sequence[Room]) -> Room:
+    """What every rank has."""
+    first = rooms[0]
+    device, host = min(room.device for room in rooms), min(room.host for room in rooms)
+    return Room(device, host, first.local_ranks, first.title, first.on_cpu)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What ``shard()`` is to do, and to say."""
+
+    stage: Literal[0, 1, 2, 3]
+    offload: Offload | None
+    chosen: str | None = None
+    """Why, where something was to be chosen."""
+    warning: str | None = None
+    """What does not fit."""
+
+
+class Foresight:
+    """The plan for one module in one place."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int, room: Room
+    ) -> None:
+        self.config, self.shards, self.room = config, shards, room
+        self._setup = _setup(model, optimizer, config, shards)
+        self._model, self._shape, self.activations = _known(model, config, self._setup)
+        if self._shape is not None:
+            batch, sequence = _tokens(config.example)
+            self._setup = replace(self._setup, batch=batch, sequence=sequence)
+        self._offloads = optimizer is None or _has_kernel(optimizer)
+        profile, _ = profile_of(room.title, room.device, room.on_cpu)
+        if profile is not None:
+            profile = replace(profile, devices_per_node=room.local_ranks)
+        nodes = max(1, shards // room.local_ranks)
+        self._hardware = Hardware(
+            shards - shards % nodes, nodes, room.device, room.host * room.local_ranks, profile, False, room.on_cpu, 0.0
+        )
+
+    @property
+    def counts_activations(self) -> bool:
+        return self.activations is None
+
+    def row(self, stage: int, variant: Variant) -> Row:
+        """One stage and offload, planned."""
+        setup = replace(self._setup, stage=stage, offload=variant.offload)
+        return Row(variant, self._model, setup, self._hardware, self._shape)
+
+    def fits(self, row: Row) -> bool:
+        """Where activations are not counted, model states leave room for them."""
+        share = 1.0 if self.counts_activations else STATES_SHARE
+        return row.fits and row.budget.at_step.model_states <= share * self.room.device
+
+    # -- what was asked for ---------------------------------------------------------------------------------------
+
+    def advise(self) -> Advice:
+        """Takes what is left open, and says what does not fit."""
+        config = self.config
+        if config.stage != "auto" and not config.chooses_offload:
+            row = self.row(config.stage, Variant(name_of(config.offload), config.offload))
+            warning = None if row.fits else self.refusal(row)
+            return Advice(cast(Any, config.stage), config.offload, warning=warning)
+        rows = list(self._candidates())
+        best = recommend([row for row in rows if self.fits(row)])
+        taken = best or max(rows, key=_shortest_room)
+        return Advice(cast(Any, taken.setup.stage), taken.setup.offload, self._reason(taken, best is not None, rows))
+
+    def _candidates(self) -> Iterator[Row]:
+        """What "auto" may stand for. Nothing that changes results or what a loop may do is among it."""
+        config = self.config
+        stages = range(4) if config.stage == "auto" else [config.stage]
+        for stage in stages:
+            for variant in self._ways(stage) if config.chooses_offload else [_given(config.offload)]:
+                given = config.stage != "auto"
+                if (given or self._worthwhile(stage, variant)) and self._allowed(stage, variant):
+                    yield self.row(stage, variant)
+
+    def _worthwhile(self, stage: int, variant: Variant) -> bool:
+        """First divide, then offload (ZeRO-Offload, 4.2): undivided, all ranks would fill the host with the same."""
+        if variant.offload is None:
+            return True
+        return stage >= 2 if self.shards > 1 else stage == 0 or variant.offload.parameters == "cpu"
+
+    def _ways(self, stage: int) -> Iterator[Variant]:
+        yield Variant("none", None)
+        if self.room.on_cpu or not self._offloads:
+            return
+        yield Variant("cpu", Offload())
+        if choose_kernel().simd is not Simd.TORCH:
+            yield Variant("cpu, split master", Offload(split_master=True))
+        if stage == 3:
+            yield Variant("cpu, parameters too", Offload(parameters="cpu"))
+
+    def _allowed(self, stage: int, variant: Variant) -> bool:
+        """Whether the other options go with it."""
+        try:
+            replace(self.config, stage=stage, offload=variant.offload)
+        except ValueError:
+            return False
+        return variant.offload is None or self._setup.master_width > 0 or self._setup.precision == "fp32"
+
+    def fitting(self) -> list[Row]:
+        """Settings that would fit, those that change least first."""
+        rows = []
+        for stage in range(4):
+            ways = variants(stage, self._setup, self._hardware) if self._offloads else [Variant("none", None)]
+            rows += [self.row(stage, way) for way in ways if self._worthwhile(stage, way) and self._allowed(stage, way)]
+        return sorted((row for row in rows if self.fits(row)), key=_change)
+
+    # -- what is said ---------------------------------------------------------------------------------------------
+
+    def refusal(self, row: Row) -> str:
+        """Why something cannot fit, by kind, and what would."""
+        lacks, needs = [], row.budget
+        if row.room < 0:
+            lacks.append(
+                f"at least {size_text(needs.peak.total)} of {'memory' if self.room.on_cpu else 'device memory'} in "
+                f"{needs.phase.value} ({by_kind(needs.peak)}), and {size_text(self.room.device)} are there"
+            )
+        if row.setup.offload is not None and row.host_room < 0:
+            lacks.append(
+                f"{size_text(needs.host.total)} of host memory ({size_text(needs.host.pinned)} of it pinned), and "
+                f"{size_text(self.room.host)} are there for it"
+            )
+        return (
+            f"stage {row.setup.stage}, offload {row.variant.name} will not fit: a rank needs {', and '.join(lacks)}. "
+            f"{self.counted()} {self.suggestion()}"
+        )
+
+    def suggestion(self) -> str:
+        """What would fit."""
+        rows = self.fitting()[:SUGGESTED]
+        if not rows:
+            more = "more ranks, a smaller batch, activation checkpointing" if self.shards else "a smaller model"
+            return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}."
+        named = "; ".join(f"{', '.join(shard_options(row.setup))} ({_size(row)})" for row in rows)
+        return f"What would fit: {named}."
+
+    def counted(self) -> str:
+        """What the numbers are about."""
+        states = "model states, gathered units and buffers"
+        if self.counts_activations:
+            return f"Counted: {states}, and activations by example=."
+        return f"Counted: {states}; not activations, {self.activations}."
+
+    def _reason(self, taken: Row, fits: bool, rows: Sequence[Row]) -> str:
+        stages = {row.setup.stage for row in rows}
+        name = f"stage {taken.setup.stage}"
+        if self.config.chooses_offload:
+            name += f", offload {taken.variant.name}"
+        if not fits:
+            verdict = "and even that may not fit"
+        elif taken.time is not None:
+            machine = self._hardware.machine
+            assert machine is not None
+            verdict = f"the fastest that fits ({taken.time.total:.3g} s a step as on {machine.title})"
+        else:
+            verdict = "which changes least of those that fit"
+            if not self.config.chooses_offload and len(stages) > 1:
+                verdict = "the lowest that fits"
+        share = "" if self.counts_activations else f", {STATES_SHARE:.0%} of it for model states"
+        sizes = ", ".join(
+            f"{_name(row, self.config)}: {size_text(row.budget.peak.total)}{'' if self.fits(row) else ' (too much)'}"
+            for row in rows
+        )
+        room = f"{size_text(self.room.device)}{share}"
+        told = f"zeroshard: {name} chosen, {verdict}: one rank at its peak ({sizes}) of {room}"
+        if taken.budget.host.total:
+            told += f"; {size_text(taken.budget.host.total)} of {size_text(self.room.host)} on the host"
+        return f"{told}. {self.counted()}" + ("" if fits else f" {self.suggestion()}")
+
+
+# -- from a module to the plan's terms ----------------------------------------------------------------------------
+
+
+def _setup(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int) -> Setup:
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        dtype = config.precision.parameters or parameter.dtype
+        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
+    dtype = max(sizes, key=lambda kind: sizes[kind])  # with precision=None there may be several; mostly one holds all
+    names = {known: name for name, known in DTYPES.items()} | {torch.float64: "fp64"}
+    return Setup(
+        stage=0,
+        world=shards,
+        precision=cast(Any, names.get(dtype, "bf16")),
+        masters=config.precision.keeps_master,
+        cast_on_gather=config.precision.cast_on_gather,
+        checkpointing=_checkpoints(model),
+        moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
+        prefetch=1 if config.prefetch is None else config.prefetch,
+        keep=1 if config.keep is None else len(config.keep),
+        max_unit_bytes=config.max_unit_bytes,
+    )
+
+
+def _known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Transformer | None, str | None]:
+    """The module as the plan takes it, its kind where times can be foreseen, and why activations are not known."""
+    width = None if config.precision.parameters is None else setup.width
+    units = module_units(model, width, config.max_unit_bytes, config.units)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    nothing = (0,) * len(units)
+    plain = Traced(type(model).__name__, units, buffers, Activations(0, nothing, 0, nothing, nothing))
+    if config.example is None:
+        return plain, None, "which depend on the batch (pass example=, one micro-batch, to count them too)"
+    if setup.precision not in DTYPES:
+        return plain, None, f"which are not traced in {setup.precision}"
+    try:
+        traced = trace(
+            _on_meta(model), _inputs(config.example), setup.precision, 1, 1, config.max_unit_bytes, chosen=config.units
+        )
+    except Exception as error:  # whatever a forward may raise on a device without values
+        lines = str(error).strip().splitlines()
+        told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return plain, None, f"for tracing {type(model).__name__} with example= failed ({told})"
+    shape = describe(model) if _tokens(config.example) != (0, 0) else None
+    return traced, shape, None
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A twin without values."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _inputs(example: Any) -> Any:
+    return (example,) if isinstance(example, Tensor) else example
+
+
+def _tokens(example: Any) -> tuple[int, int]:
+    """Batch and sequence of the first tensor of token ids; zeros if there is none."""
+    values = example.values() if hasattr(example, "values") and not isinstance(example, Tensor) else _inputs(example)
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
+            return value.shape[0], value.shape[1]
+    return 0, 0
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Whether blocks are recomputed in backward, as far as a model says so."""
+    said = getattr(getattr(model, "config", None), "checkpointing", False)
+    return bool(said or getattr(model, "is_gradient_checkpointing", False))
+
+
+def _has_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        check_has_kernel(optimizer)
+    except ValueError:
+        return False
+    return True
+
+
+# -- words --------------------------------------------------------------------------------------------------------
+
+
+def by_kind(memory: DeviceMemory) -> str:
+    """The kinds that there are."""
+    sizes = {kind: getattr(memory, kind) for kind in KINDS}
+    return ", ".join(f"{WORDS.get(kind, kind)} {size_text(size)}" for kind, size in sizes.items() if size)
+
+
+def name_of(offload: Offload | None) -> str:
+    """Short, for a title."""
+    if offload is None:
+        return "none"
+    return "cpu" if offload == Offload() else "cpu, with options"
+
+
+def _given(offload: Offload | None) -> Variant:
+    return Variant(name_of(offload), offload)
+
+
+def _name(row: Row, config: Config) -> str:
+    stage = f"stage {row.setup.stage}"
+    return f"{stage} {row.variant.name}" if config.chooses_offload else stage
+
+
+def _size(row: Row) -> str:
+    host = row.budget.host.total
+    return f"{size_text(row.budget.peak.total)}" + (f", {size_text(host)} on the host" if host else "")
+
+
+def _shortest_room(row: Row) -> float:
+    return min(row.room, row.host_room) if row.setup.offload is not None else row.room
+
+
+def _change(row: Row) -> tuple[bool, bool, int]:
+    offload = row.setup.offload
+    exact = offload is None or (offload.moments is torch.float32 and not offload.update_in_backward)
+    return offload is not None, not exact, row.setup.stage
+
+
+def size_text(size: float) -> str:
+    """Bytes as one reads them.
+
+    >>> size_text(31.44e9), size_text(2e6)
+    ('31.4 GB', '2 MB')
+    """
+    unit, name = next(((u, n) for u, n in ((GB, "GB"), (1e6, "MB")) if size >= u), (1e3, "KB"))
+    return f"{size / unit:.3g} {name}"
