@@ -270,9 +270,9 @@ def _known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Tran
     if setup.precision not in DTYPES:
         return plain, None, f"which are not traced in {setup.precision}"
     try:
-        traced = trace(
-            _on_meta(model), _inputs(config.example), setup.precision, 1, 1, config.max_unit_bytes, chosen=config.units
-        )
+        inputs, limit = _inputs(config.example), config.max_unit_bytes
+        with torch.random.fork_rng(devices=[]):  # as if it had not been
+            traced = trace(_on_meta(model), inputs, setup.precision, 1, 1, limit, chosen=config.units)
     except Exception as error:  # whatever a forward may raise on a device without values
         lines = str(error).strip().splitlines()
         told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
