@@ -24,6 +24,8 @@ import zeroshard
 from zeroshard.train.data import Corpus, DataConfig
 from zeroshard.train.gpt import GPT, ModelConfig
 
+BETAS = (0.9, 0.95)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -65,20 +67,65 @@ class Llama(nn.Module):
 
 
 def build(args: Any) -> nn.Module:
-    """A model on the meta device."""
+    """The model, on the device of the context."""
+    if args.llama:
+        return Llama(args.layers, args.hidden, 32000)
+    heads = max(1, args.hidden // 128)
+    return GPT(
+        ModelConfig(layers=args.layers, hidden=args.hidden, heads=heads, sequence=args.sequence, checkpointing=True)
+    )
+
+
+class MixedPrecision:
+    """Plain torch's way: fp32 masters beside a bf16 model, all on the device."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        self._parameters = list(model.parameters())
+        self._masters = [p.detach().float() for p in self._parameters]
+        self._inner = torch.optim.AdamW(self._masters, lr=lr, betas=BETAS)
+        self.param_groups = self._inner.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        self._inner.step()
+        self._inner.zero_grad()
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def plain(args: Any) -> tuple[nn.Module, MixedPrecision]:
+    """Without zeroshard: the model is made on the device."""
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = build(args).bfloat16()
+    return model, MixedPrecision(model, args.lr)
+
+
+def sharded(args: Any) -> tuple[nn.Module, Any]:
+    """With the optimizer on the host."""
     with torch.device("meta"):
-        if args.llama:
-            return Llama(args.layers, args.hidden, 32000)
-        heads = max(1, args.hidden // 128)
-        return GPT(
-            ModelConfig(layers=args.layers, hidden=args.hidden, heads=heads, sequence=args.sequence, checkpointing=True)
-        )
+        model = build(args)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=BETAS)
+    return zeroshard.shard(
+        model,
+        optimizer,
+        stage=2,
+        precision="bf16",
+        offload=offload(args),
+        clip_grad_norm=1.0 if args.clip or not args.small else None,
+    )
 
 
-def offload(args: Any) -> zeroshard.Offload | None:
+def offload(args: Any) -> zeroshard.Offload:
     """The options that the arguments ask for."""
-    if args.plain:
-        return None
     small = {"moments": torch.bfloat16, "split_master": True, "read_back": True} if args.small else {}
     return zeroshard.Offload(
         update_in_backward=args.small and not args.clip and args.micro == 1,
@@ -96,17 +143,8 @@ def run(args: Any) -> Result:
         torch.cuda.set_per_process_memory_fraction(args.device_gib * 2**30 / torch.cuda.mem_get_info()[1])
     begin = time.perf_counter()
     torch.manual_seed(0)
-    model = build(args)
+    model, optimizer = plain(args) if args.plain else sharded(args)
     parameters = sum(p.numel() for p in model.parameters())
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    model, optimizer = zeroshard.shard(
-        model,
-        optimizer,
-        stage=2,
-        precision="bf16",
-        offload=offload(args),
-        clip_grad_norm=1.0 if args.clip or not args.small else None,
-    )
     setup = time.perf_counter() - begin
     print(f"{parameters / 1e9:.2f}B parameters, set up in {setup:.0f} s", flush=True)
     device = torch.device("cuda" if cuda else "cpu")
@@ -131,7 +169,8 @@ def run(args: Any) -> Result:
         losses.append(float(total))  # waits for the device, not for the host
         times.append(time.perf_counter() - begin)
         print(f"step {number}: loss {losses[-1]:.3f}, {times[-1]:.2f} s", flush=True)
-    zeroshard.synchronize(model)
+    if not args.plain:
+        zeroshard.synchronize(model)
     settled = times[2:] or times
     seconds = sum(settled) / len(settled)
     tokens = size * args.micro
@@ -162,7 +201,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="least host memory a parameter")
     parser.add_argument("--clip", action="store_true", help="clip with --small, which then does not update in backward")
     parser.add_argument("--llama", action="store_true", help="Hugging Face's Llama instead of our GPT")
-    parser.add_argument("--plain", action="store_true", help="no offload: the largest model the device holds alone")
+    parser.add_argument(
+        "--plain", action="store_true", help="plain torch instead, mixed precision by hand on the device"
+    )
     parser.add_argument("--out")
     args = parser.parse_args()
     result = run(args)
