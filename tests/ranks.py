@@ -100,6 +100,14 @@ class Pool:
         self._workers = []
 
 
+def _forget_meshes() -> None:
+    """DTensor remembers results with the mesh they were found on, which equals that of another test's dead groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
+
+
 def _serve(connection: Connection, path: list[str]) -> None:
     sys.path[:] = path
     import torch
@@ -124,6 +132,7 @@ def _serve(connection: Connection, path: list[str]) -> None:
             body = functools.reduce(getattr, name.split("."), modules[filename])
             body = getattr(body, "__wrapped__", body)
             torch.manual_seed(0)
+            _forget_meshes()
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
             )

@@ -42,6 +42,7 @@ LAYERS = [
     {"offload.fallback", "offload.library"},
     {"offload.segment", "offload.cores", "offload.native.build"},
     {"observe.trace"},
+    {"parallel"},
     {"bounds", "layout", "config", "compat", "machine"},
 ]
 """Upper layers import lower ones, never the other way round, and nothing imports its equals."""

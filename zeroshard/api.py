@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import compat, guards, machine
+from . import compat, guards, machine, parallel
 from .comm import DisagreementError, Fabric
 from .config import Config
 from .observe.ledger import Stats
@@ -55,7 +55,7 @@ def shard(
         message = machine.ensure_bf16_matmul()
         if message is not None:
             print(message)
-    fabric = Fabric(device, config.stall_timeout, _rows(config))
+    fabric = Fabric(device, config.stall_timeout, config.mesh, parallel.mesh_of(model))
     _check_same_everywhere(model, optimizer, config, fabric)
     config = _consult_plan(model, optimizer, config, fabric)
     runtime = Runtime(model, optimizer, config, fabric)
@@ -97,20 +97,21 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
     values: dict[int, Tensor] = {}
     for unit in runtime.units:
         with runtime.gathered([unit]):
-            if wanted:
-                for flat in unit.flats:
-                    values |= {id(p): p.detach().to("cpu", copy=True) for p in flat.parameters}
+            for parameter in (parameter for flat in unit.flats for parameter in flat.parameters):
+                whole = parallel.whole(parameter, parallel.local(parameter))  # collective, so not for one rank alone
+                if wanted:
+                    values[id(parameter)] = whole.detach().to("cpu", copy=True)
     if not wanted:
         return {}
     with guards.names_only(runtime):
         names = model.state_dict(keep_vars=True)
-    whole: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for name, value in names.items():
         if id(value) in values:
-            whole[name] = values[id(value)]
+            found[name] = values[id(value)]
         else:
-            whole[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-    return whole
+            found[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return found
 
 
 @contextmanager
@@ -250,17 +251,6 @@ def _consult_plan(model: nn.Module, optimizer: torch.optim.Optimizer | None, con
     return replace(config, stage=advice.stage, offload=advice.offload)
 
 
-def _rows(config: Config) -> list[list[int]] | None:
-    """The mesh as rows of ranks; each row holds one whole set of states."""
-    if config.mesh is None:
-        return None
-    rows: list[list[int]] = config.mesh.mesh.tolist()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if sorted(rank for row in rows for rank in row) != list(range(world)):
-        raise ValueError(f"mesh covers ranks {rows}, which are not the {world} ranks of the process group, each once")
-    return rows
-
-
 def _check_same_everywhere(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
 ) -> None:
@@ -269,11 +259,16 @@ def _check_same_everywhere(
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     settings = [{k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)} for group in groups]
     init = "a function" if callable(config.init) else repr(config.init)  # whose repr has an address in it
-    facts = [f"{config!r} with init={init}", f"optimizer {type(optimizer).__name__} with groups {settings}"]
+    mesh = "" if config.mesh is None else f" of mesh {tuple(config.mesh.mesh.shape)}"  # its ranks may differ
+    facts = [
+        f"{replace(config, mesh=None)!r}{mesh} with init={init}",
+        f"optimizer {type(optimizer).__name__} with groups {settings}",
+    ]
     for name, parameter in model.named_parameters():
         trained = "trained" if parameter.requires_grad else "frozen"
         member = f"in group {group_of[id(parameter)]}" if id(parameter) in group_of else "in no group"
-        facts.append(f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {trained}, {member}")
+        placed = getattr(parameter, "placements", "")  # of a DTensor
+        facts.append(f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {placed}{trained}, {member}")
     facts += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     everybody = fabric.gather_objects(facts)
     for rank, theirs in enumerate(everybody):

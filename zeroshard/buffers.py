@@ -1,5 +1,6 @@
 """Buffers that a model writes while it trains, such as batch norm's running statistics, follow rank 0, as in DDP.
 
+(With tensor parallelism: the first rank that has the same part of the model, whose buffers may be of that part.)
 DDP broadcasts them before every forward. Here a step does, and only if some rank wrote to one since the last: a model
 whose buffers are constants pays nothing.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import compat
+from . import compat, parallel
 from .comm import Fabric
 
 
@@ -32,6 +33,6 @@ class Buffers:
         """Takes rank 0's values where the ranks agreed that they differ."""
         if self.differ:
             for buffer in self._model.buffers():
-                self._fabric.broadcast(buffer.data)
+                self._fabric.broadcast(parallel.local(buffer.data), divided=True)
             self.differ = False
             self.look()

@@ -25,8 +25,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .observe.watchdog import Watchdog
+from .parallel import grid
 
 LOG_LENGTH = 4096
 """How many operations a lane remembers, to name the first one on which ranks differ."""
@@ -283,33 +285,53 @@ class Fabric:
 
     With a two-dimensional mesh, states are divided among the ranks of a row, and rows are replicas of each other:
     gathers and reduces stay inside a row, and the shards of averaged gradients are averaged once more between rows.
+
+    With tensor parallelism each of its ranks has rows of its own. Nothing of a model's states passes between these;
+    only decisions do, and activations.
     """
 
-    def __init__(self, device: torch.device, stall_timeout: float, mesh: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        stall_timeout: float,
+        mesh: DeviceMesh | None = None,
+        model_mesh: DeviceMesh | None = None,
+    ) -> None:
         self.device = device
         self.stall_timeout = stall_timeout
         self.patience = timedelta(seconds=stall_timeout)
-        self.meter, self.meter_between = Meter(), Meter()
+        self.meter, self.meter_between, self.meter_model = Meter(), Meter(), Meter()
         self.rank, self.world, self.backend = 0, 1, "none"
         self._watchdog: Watchdog | None = None
-        self.group = gathers = reduces = between = None
+        self.group = self.data_group = gathers = reduces = between = model = None
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.backend = _backend_for(dist.group.WORLD, device)
         if self.world > 1:
-            rows = mesh or [range(self.world)]
-            self.group = self._new_groups([range(self.world)])
+            self.group = self.data_group = self._new_groups([range(self.world)])
+            ranks = grid(mesh, model_mesh, None if self.backend == "fake" else self._gather_first)
+            rows = [row for column in ranks.data for row in column]
+            if len(ranks.data) > 1:
+                self.data_group = self._new_groups([[rank for row in column for rank in row] for column in ranks.data])
+                model = self._new_groups(ranks.model)
             gathers, reduces = self._new_groups(rows), self._new_groups(rows)
-            between = self._new_groups(list(zip(*rows, strict=True)))
+            between = self._new_groups([members for column in ranks.data for members in zip(*column, strict=True)])
             if self.group is not None and self.backend != "fake":
                 self._watchdog = Watchdog.start(self.rank, self.world, self.group.group_name)
                 weakref.finalize(self, self._watchdog.stop)
         self.gathers = Lane("gathers", self, gathers, self.meter)
         self.reduces = Lane("reduces", self, reduces, self.meter)
         self.between = Lane("between replicas", self, between, self.meter_between)
+        self.model = Lane("model parallel", self, model, self.meter_model)
         if self.reduces.stream is not None:
             self.between.stream = self.reduces.stream  # one after the other anyway
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def _gather_first(self, value: object) -> list[Any]:
+        """Every rank's small value, before there are lanes."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     @property
     def shard_rank(self) -> int:
@@ -322,8 +344,13 @@ class Fabric:
         return self.gathers.world
 
     @property
+    def data_parallel(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        return self.gathers.world * self.between.world
+
+    @property
     def lanes(self) -> tuple[Lane, ...]:
-        return (self.gathers, self.reduces, self.between)
+        return (self.gathers, self.reduces, self.between, self.model)
 
     def _new_groups(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Makes a group of every row, as all ranks must; returns this rank's, or None if it is alone in it."""
@@ -349,11 +376,12 @@ class Fabric:
             return f"rank {self.rank} could not complete {where}"
         return self._watchdog.explain(where, self.stall_timeout)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Takes rank 0's values."""
-        if self.group is not None:
+    def broadcast(self, tensor: Tensor, *, divided: bool = False) -> None:
+        """Takes rank 0's values; of what tensor parallelism divides, those of the first rank that has the same part."""
+        group = self.data_group if divided else self.group
+        if group is not None:
             with self.gathers.blaming_stalls():
-                dist.broadcast(tensor, group=self.group, group_src=0)
+                dist.broadcast(tensor, group=group, group_src=0)
 
     def gather_objects(self, value: object) -> list[Any]:
         """Every rank's small Python value, in rank order. Blocks."""
@@ -389,15 +417,16 @@ class Fabric:
         self._wait_on_host(event)
         return [int(value) for value in agreed.tolist()]
 
-    def gather_scalars(self, value: Tensor) -> Tensor:
-        """Each shard's scalar, in order, on the device: summed in that order they give all ranks the same bits."""
-        if self.gathers.group is None:
-            return value.reshape(1)
-        gathered = torch.empty(self.shards, dtype=value.dtype, device=value.device)
-        self.progress("gradient norm")
-        with self.gathers.blaming_stalls():
-            _all_gather(gathered, value.reshape(1), self.gathers.group)
-        return gathered
+    def sum_in_order(self, value: Tensor) -> Tensor:
+        """The sum of all shards' scalars, then of all parts of the model, on the device: the same bits on all ranks."""
+        for lane in (self.gathers, self.model):
+            if lane.group is not None:
+                gathered = torch.empty(lane.world, dtype=value.dtype, device=value.device)
+                self.progress("gradient norm")
+                with lane.blaming_stalls():
+                    _all_gather(gathered, value.reshape(1), lane.group)
+                value = gathered.sum()
+        return value
 
     def _wait_on_host(self, event: torch.cuda.Event) -> None:
         deadline = time.monotonic() + self.stall_timeout

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +47,41 @@ def label(name: str) -> AbstractContextManager[Any]:
 def version(tensor: Tensor) -> int:
     """How often a tensor was written in place, as autograd counts it."""
     return int(tensor._version)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A DTensor's local part itself, where ``to_local()`` gives a view of it; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def point(tensor: Tensor, memory: Tensor) -> None:
+    """Makes a tensor, or its local part, the given memory, and keeps the object; what ``.data =`` does to plain ones.
+
+    On a DTensor ``.data =`` changes the outside alone. The outside knows dtype and device, so where these change it is
+    exchanged too.
+    """
+    if not isinstance(tensor, DTensor):
+        tensor.data = memory
+    elif tensor.dtype is memory.dtype and tensor.device == memory.device:
+        tensor._local_tensor = memory
+    else:
+        real: Tensor = DTensor.from_local(
+            memory,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        if isinstance(tensor, nn.Parameter):
+            real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+        real.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, real)
+
+
+def completed(tensor: Tensor) -> Tensor:
+    """A tensor that a functional collective may still be filling, once it is filled."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -369,7 +369,11 @@ class Config:
     device: torch.device | None = None
     """Where the model trains. By default the parameters' device, or this rank's GPU for a model on CPU or meta."""
     mesh: DeviceMesh | None = None
-    """A two-dimensional mesh: states are divided along its second dimension and replicated along its first."""
+    """A two-dimensional mesh: states are divided along its second dimension and replicated along its first.
+
+    Of a model with tensor parallelism, the data-parallel part of its mesh: ``mesh["dp"]``, or two dimensions as above.
+    Left out, states are divided among all ranks that have the same part of the model.
+    """
     init: Callable[[nn.Module], object] | Literal["empty"] | None = field(default=None, repr=False)
     """For a model on the meta device: called on each module in the order of ``modules()``, to set what it holds.
 
@@ -422,9 +426,12 @@ class Config:
             if self.device.type not in ("cpu", "cuda"):
                 raise ValueError(f"device={str(self.device)!r} cannot train; use a CPU or CUDA device")
         if self.mesh is not None:
-            if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 2:
-                raise ValueError(f"mesh={self.mesh!r} must be a DeviceMesh of two dimensions: replicas, then shards")
-            if self.stage == 0:
+            if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim > 2:
+                raise ValueError(
+                    f"mesh={self.mesh!r} must be a DeviceMesh of two dimensions, replicas, then shards; beside tensor "
+                    "parallelism, of one or two, without that of tensor parallelism"
+                )
+            if self.stage == 0 and self.mesh.ndim == 2:
                 raise ValueError("mesh has no effect in stage 0, where nothing is divided; leave it out")
         if self.init is not None and self.init != EMPTY and not callable(self.init):
             raise ValueError(f"init={self.init!r} must be a function of one module, or {EMPTY!r}")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import compat
+from . import compat, parallel
 from .bounds import DEPOSIT_BYTES
 from .comm import Done, Fabric, Pending
 from .config import Extent, Precision, StateTable
@@ -59,7 +59,9 @@ class FlatGradient:
         self.label, self.layout, self.parameters, self.dtype = label, layout, parameters, dtype
         self.own = own
         self._table, self._fabric, self._placeholders = table, fabric, placeholders
-        self._reduce_dtype = (precision.reduce or dtype) if fabric.world > 1 else dtype  # alone nothing is added up
+        self._reduce_dtype = (
+            (precision.reduce or dtype) if fabric.data_parallel > 1 else dtype
+        )  # alone nothing is added up
         self._accumulate_dtype = torch.promote_types(dtype, precision.accumulate)
         self.visible = table.optimizer.extent is Extent.WHOLE and precision.loss_scale is None
         count = len(parameters)
@@ -167,7 +169,7 @@ class FlatGradient:
         else:
             self._zero_unwritten(local)
         self._written = [False] * len(self._written)
-        if self._fabric.world == 1:
+        if self._fabric.data_parallel == 1:
             return _Reduction(None, local, local, self.complete)
         local = local.to(self._reduce_dtype)
         lane = self._fabric.reduces
@@ -201,13 +203,13 @@ class FlatGradient:
 
     def _put(self, out: Tensor, complete: bool) -> None:
         if self._host is not None and self._deliver is not None:
-            narrow = out.dtype is not self.dtype and not self._host.received and self._fabric.world > 1
+            narrow = out.dtype is not self.dtype and not self._host.received and self._fabric.data_parallel > 1
             if self._deliver(out.to(self.dtype) if narrow else out, complete):
                 return
         if self._accumulator is None and self._stash is None:
             if out.dtype is self.dtype:
                 self._stash = out
-            elif self._fabric.world == 1 and out.dtype is self._accumulate_dtype:
+            elif self._fabric.data_parallel == 1 and out.dtype is self._accumulate_dtype:
                 self._accumulator = out  # micro-batches that a world of one added up before any reduce
             else:
                 self._stash = out.to(self.dtype)
@@ -229,8 +231,10 @@ class FlatGradient:
             self._factor = None
         for index, used in enumerate(self.used):
             if used and self._shown[index] is None:
+                parameter = self.parameters[index]
                 tensor = self._slot(values, index) if values is not None else self._stand_in(index)
-                self.parameters[index].grad = tensor
+                tensor = parallel.like(parameter, tensor)
+                parameter.grad = tensor
                 self._shown[index] = (tensor, compat.version(tensor))
 
     def _stand_in(self, index: int) -> Tensor:
@@ -258,13 +262,15 @@ class FlatGradient:
 
     def _shows_values(self, index: int, shown: Tensor) -> bool:
         held = self._held
-        return self.visible and held is not None and compat.pointer(shown) == compat.pointer(self._slot(held, index))
+        pointer = compat.pointer(parallel.local(shown))
+        return self.visible and held is not None and pointer == compat.pointer(self._slot(held, index))
 
     def _touched(self, index: int, shown: Tensor, version: int) -> bool:
         """Whether a placeholder was zeroed. Its value is looked at only where that costs no wait, or is called for."""
-        if compat.version(shown) == version and (shown.is_cuda or compat.is_fake(shown) or not shown.numel()):
+        part = parallel.local(shown)
+        if compat.version(shown) == version and (part.is_cuda or compat.is_fake(part) or not part.numel()):
             return False
-        value = float(shown.flatten()[0]) if shown.numel() else 0.0
+        value = float(part.flatten()[0]) if part.numel() else 0.0
         if compat.version(shown) == version and math.isnan(value):
             return False
         self._stand_ins = None  # this one is spoilt
@@ -285,7 +291,7 @@ class FlatGradient:
         if self._held is None:
             self._stash = torch.zeros(self.layout.numel, dtype=self.dtype, device=self._fabric.device)
         assert self._held is not None
-        self._slot(self._held, index).copy_(gradient)
+        self._slot(self._held, index).copy_(parallel.local_gradient(self.parameters[index], gradient))
         self.used[index] = True
 
     def scale(self, factor: Tensor) -> None:

@@ -202,7 +202,7 @@ class HostUpdate:
         for name in self._moments:
             value = state.get(name)
             if value is not None:
-                part = value.reshape(-1)[piece.start :][: piece.tensor.numel()]
+                part = flat.layout.slots[piece.slot].part(value).reshape(-1)[piece.start :][: piece.tensor.numel()]
                 self._moment(flat, piece, name).copy_(part)
 
     def forget_states(self) -> None:

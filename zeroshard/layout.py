@@ -13,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -40,17 +40,47 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+class Box(NamedTuple):
+    """Which part of a parameter a rank has at all, where tensor parallelism divides it: a range of every axis.
+
+    >>> Box(whole=(8, 6), offsets=(4, 0)).part(torch.arange(48).view(8, 6), (2, 6))[:, 0].tolist()
+    [24, 30]
+    """
+
+    whole: tuple[int, ...]
+    """Shape of the whole parameter."""
+    offsets: tuple[int, ...]
+    """Where the part begins on each axis of the whole."""
+
+    def part(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
+        """The part, which has this shape, as a view of the whole."""
+        for axis, (offset, size) in enumerate(zip(self.offsets, shape, strict=True)):
+            whole = whole.narrow(axis, offset, size)
+        return whole
+
+
 class Slot(NamedTuple):
-    """Where one parameter lies in its flat."""
+    """Where one parameter, or this rank's part of it, lies in its flat."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     numel: int
+    box: Box | None = None
+    """Where the part belongs in the whole parameter; None where tensor parallelism leaves it whole."""
 
     @property
     def stop(self) -> int:
         return self.start + self.numel
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter, whatever tensor parallelism leaves of it here."""
+        return self.shape if self.box is None else self.box.whole
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that has the parameter's whole shape."""
+        return whole if self.box is None else self.box.part(whole, self.shape)
 
     def view(self, whole: Tensor) -> Tensor:
         """The parameter as a view of a whole flat."""
@@ -134,8 +164,12 @@ class FlatLayout:
         return tuple(gaps)
 
 
-def flat_layout(parameters: Iterable[tuple[str, Sequence[int]]], world: int) -> FlatLayout:
+def flat_layout(
+    parameters: Iterable[tuple[str, Sequence[int]]], world: int, boxes: Mapping[str, Box] | None = None
+) -> FlatLayout:
     """Lays named shapes one after the other, each on a boundary, and pads the end so that N equal shards come out.
+
+    ``boxes`` are those of the parameters of which the shape is that of a part.
 
     >>> layout = flat_layout([("weight", (3, 5)), ("bias", (3,))], world=2)
     >>> [slot.start for slot in layout.slots], layout.shard_numel
@@ -144,7 +178,7 @@ def flat_layout(parameters: Iterable[tuple[str, Sequence[int]]], world: int) -> 
     slots, end = [], 0
     for name, shape in parameters:
         numel = math.prod(shape)
-        slots.append(Slot(name, tuple(shape), end, numel))
+        slots.append(Slot(name, tuple(shape), end, numel, (boxes or {}).get(name)))
         end += round_up(numel, ALIGNMENT)
     return FlatLayout(tuple(slots), world, round_up(math.ceil(end / world), ALIGNMENT))
 
@@ -168,18 +202,20 @@ def find_units(
     chosen: Sequence[str | type[nn.Module]] | None = None,
     max_unit_bytes: int = 1 << 30,
     itemsize: int | None = None,
+    numel: Callable[[nn.Parameter], int] = nn.Parameter.numel,
 ) -> list[UnitSpec]:
     """Divides a model's parameters into units: the root unit first, then the others in the order of ``modules()``.
 
     Without ``chosen``, every outermost ModuleList or Sequential with at least two elements of one class that together
     hold a fair share of the model gives its elements. (Not only the largest container: an encoder-decoder has two, a
     ResNet four.) ``itemsize`` is the bytes of an element when parameters are cast; by default each one's own.
+    ``numel`` counts the elements that a rank has of a parameter.
     """
     modules = _chosen_modules(model, chosen) if chosen is not None else _repeated_modules(model)
     names = {id(module): name for name, module in model.named_modules()}
 
     def too_big(module: nn.Module) -> bool:
-        return sum(p.numel() * (itemsize or p.element_size()) for p in module.parameters()) > max_unit_bytes
+        return sum(numel(p) * (itemsize or p.element_size()) for p in module.parameters()) > max_unit_bytes
 
     divided = [part for module in modules for part in _split(module, too_big)]
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -199,14 +235,23 @@ def find_units(
 
 
 def divide_into_flats(
-    parameters: Sequence[tuple[str, nn.Parameter]], max_bytes: int, itemsize: int | None = None
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    max_bytes: int,
+    itemsize: int | None = None,
+    *,
+    numel: Callable[[nn.Parameter], int] = nn.Parameter.numel,
+    divided: Callable[[nn.Parameter], bool] = lambda _: False,
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Groups a unit's parameters into those of one flat: same dtype, same trainability, bounded size."""
-    kinds: dict[tuple[torch.dtype, bool], list[list[tuple[str, nn.Parameter]]]] = {}
-    sizes: Counter[tuple[torch.dtype, bool]] = Counter()
+    """Groups a unit's parameters into those of one flat: same dtype, same trainability, bounded size.
+
+    Those that tensor parallelism has divided are kept apart from those that each of its ranks has whole: a norm adds
+    up the one kind over these ranks, and counts the other once.
+    """
+    kinds: dict[tuple[torch.dtype, bool, bool], list[list[tuple[str, nn.Parameter]]]] = {}
+    sizes: Counter[tuple[torch.dtype, bool, bool]] = Counter()
     for name, parameter in parameters:
-        kind = (parameter.dtype, parameter.requires_grad)
-        size = round_up(parameter.numel(), ALIGNMENT) * (itemsize or parameter.element_size())
+        kind = (parameter.dtype, parameter.requires_grad, divided(parameter))
+        size = round_up(numel(parameter), ALIGNMENT) * (itemsize or parameter.element_size())
         groups = kinds.setdefault(kind, [[]])
         if groups[-1] and sizes[kind] + size > max_bytes:
             groups.append([])

@@ -8,6 +8,9 @@ latter run as this loop would on the unsharded model, so that one seed gives the
 - inside a Hugging Face model, its ``_init_weights(module)`` on every module, children before parents as its own
   ``initialize_weights()`` does: GPT-2's attention, for one, scales down what its child has just been given.
 
+A parameter that tensor parallelism divides is initialised whole, and each rank takes its part, so that the degree makes
+no difference either: initialisers get a plain tensor in place of the DTensor.
+
 A unit's whole memory comes into being when an initialiser first touches one of its parameters, and is given back when
 the loop leaves it, so that no more than the root unit and one other is whole. (An initialiser that by itself touches
 more than one unit has them all, as long as it runs.)
@@ -25,9 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from . import compat
+from . import compat, parallel
 from .comm import Fabric
 from .config import EMPTY, Config
 from .unit import Flat, Presence, Unit
@@ -54,15 +58,16 @@ def adopt_values(model: nn.Module, units: list[Unit], fabric: Fabric, config: Co
                 for flat in unit.flats:
                     _adopt(flat)
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(fabric.device)
-        fabric.broadcast(buffer.data)
+        if not isinstance(buffer, DTensor):
+            buffer.data = buffer.data.to(fabric.device)
+        fabric.broadcast(parallel.local(buffer.data), divided=True)
 
 
 def _adopt(flat: Flat) -> None:
     origin = flat.new_origin()
     for view, parameter in zip(flat.views_of(origin), flat.parameters, strict=True):
-        view.copy_(parameter.data)
-        parameter.data = view  # the old memory is given back now, not when the whole model has moved
+        view.copy_(parallel.local(parameter.data))
+        compat.point(parameter, view)  # the old memory is given back now, not when the whole model has moved
     flat.adopt(origin)
 
 
@@ -71,6 +76,9 @@ def _adopt(flat: Flat) -> None:
 
 def _give_memory(tensor: Tensor, memory: Tensor) -> None:
     """Takes a tensor off the meta device and keeps the object: the optimizer, the user and tied modules hold it."""
+    if isinstance(tensor, DTensor):
+        compat.point(tensor, memory.data)
+        return
     if isinstance(tensor, nn.Parameter):
         real: Tensor = nn.Parameter(memory.data, requires_grad=tensor.requires_grad)  # .data: a version of its own
     else:
@@ -84,21 +92,22 @@ def _point_at(flat: Flat, origin: Tensor) -> None:
         if parameter.is_meta:
             _give_memory(parameter, view)
         else:
-            parameter.data = view
+            compat.point(parameter, view)
 
 
 def _take_off_meta(flat: Flat, device: torch.device) -> Tensor:
     """Memory for what this rank keeps of a flat; its parameters have none of their own before that is filled."""
     for parameter in flat.parameters:
         if parameter.is_meta:
-            _give_memory(parameter, torch.empty(0, dtype=parameter.dtype, device=device))
+            nothing = torch.empty((), dtype=parameter.dtype, device=device)
+            _give_memory(parameter, nothing.expand(parallel.local(parameter).shape))
     return torch.zeros(flat.kept.numel, dtype=flat.master_dtype, device=device)
 
 
 @contextmanager
 def _meta_again_after_an_error(model: nn.Module) -> Iterator[None]:
     """What shard() refuses, it leaves as it was."""
-    parameters = [(p, torch.empty_like(p, device="meta")) for p in model.parameters() if p.is_meta]
+    parameters = [(p, torch.empty_like(parallel.local(p), device="meta")) for p in model.parameters() if p.is_meta]
     buffers = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False) if b.is_meta]
     try:
         yield
@@ -242,13 +251,26 @@ class _OpenUnits(TorchFunctionMode):
         self._unit_of = {id(p): unit for unit in units for flat in unit.flats for p in flat.parameters}
         self._open: dict[Unit, list[Tensor]] = {}
         self._unset: dict[Unit, list[tuple[str, str]]] = {}
+        self._stand_ins: dict[int, Tensor] = {}
+        """By id of a DTensor of an open unit: the plain whole tensor that initialisers get."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors_in((args, kwargs)):
             unit = self._unit_of.get(id(tensor))
             if unit is not None:
                 self.open(unit)
+        if self._stand_ins:
+            args, kwargs = self._replaced(args), self._replaced(kwargs)
         return func(*args, **(kwargs or {}))
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._stand_ins.get(id(value), value)
+        if isinstance(value, dict):
+            return {key: self._replaced(entry) for key, entry in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._replaced(entry) for entry in value)
+        return value
 
     def has(self, unit: Unit) -> bool:
         return unit in self._open
@@ -267,12 +289,22 @@ class _OpenUnits(TorchFunctionMode):
                     view.fill_(_blank_value(view.dtype))
             _point_at(flat, origin)
             self._open[unit].append(origin)
+            for slot, view, parameter in zip(flat.layout.slots, flat.views_of(origin), flat.parameters, strict=True):
+                if isinstance(parameter, DTensor):
+                    whole = torch.full(slot.whole_shape, _blank_value(view.dtype), dtype=view.dtype, device=view.device)
+                    if unit in self._unset:
+                        whole.copy_(parallel.whole(parameter, view))
+                    self._stand_ins[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
     def close(self, unit: Unit) -> None:
         """Takes rank 0's values and gives the whole back. It can be opened again."""
         self._unset[unit] = []
         for flat, origin in zip(unit.flats, self._open.pop(unit), strict=True):
-            for slot, view in zip(flat.layout.slots, flat.views_of(origin), strict=True):
+            for slot, view, parameter in zip(flat.layout.slots, flat.views_of(origin), flat.parameters, strict=True):
+                whole = self._stand_ins.pop(id(parameter), None)
+                if whole is not None:
+                    self._fabric.broadcast(whole.data)
+                    view.copy_(slot.part(whole.data))
                 if _has_nan(view):
                     module, _, name = slot.name.rpartition(".")
                     self._unset[unit].append((module, name))

@@ -14,8 +14,9 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from . import compat
+from . import compat, parallel
 from .bounds import FIRST_ELEMENTS, UPDATE_ELEMENTS
 from .comm import Fabric
 from .config import Config
@@ -306,21 +307,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for piece in flat.pieces:
                 parameter = flat.parameters[piece.slot]
                 if parameter in original.state:
-                    self._load_piece(flat, piece, original.state[parameter])
+                    self._load_piece(flat, piece, _with_whole_tensors(original.state[parameter]))
         original.state.clear()
 
     def _load_piece(self, flat: Flat, piece: MasterPiece, state: dict[str, Any]) -> None:
         if self._host is not None and flat.host is not None:
             self._host.load(flat, piece, state)
             return
-        shape = flat.layout.slots[piece.slot].shape
+        slot = flat.layout.slots[piece.slot]
         loaded = {}
         for name, value in state.items():
             if name == MASTER:
                 if flat.separate_master:
-                    piece.tensor.copy_(value.reshape(-1)[piece.start :][: piece.tensor.numel()])
-            elif isinstance(value, Tensor) and value.shape == shape and name not in SCALARS:
-                part = value.reshape(-1)[piece.start :][: piece.tensor.numel()]
+                    piece.tensor.copy_(slot.part(value).reshape(-1)[piece.start :][: piece.tensor.numel()])
+            elif isinstance(value, Tensor) and value.shape == slot.whole_shape and name not in SCALARS:
+                part = slot.part(value).reshape(-1)[piece.start :][: piece.tensor.numel()]
                 loaded[name] = part.to(device=piece.tensor.device, dtype=piece.tensor.dtype, copy=True)
             elif isinstance(value, Tensor):
                 group = self.param_groups[self._group_of(flat, piece)]
@@ -344,7 +345,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             members = range(start, start + len(group["params"]))
             groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": list(members)})
             start = members.stop
-        return {"state": packed, "param_groups": groups}
+        return {"state": dict(sorted(packed.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a whole state, as ``state_dict()`` or the unsharded optimizer gave it."""
@@ -384,7 +385,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             master = (states[id(flat.parameters[piece.slot])] or {}).get(MASTER)
             if master is not None:
                 numel = piece.tensor.numel()
-                values[piece.offset :][:numel].copy_(master.reshape(-1)[piece.start :][:numel])
+                part = flat.layout.slots[piece.slot].part(master)
+                values[piece.offset :][:numel].copy_(part.reshape(-1)[piece.start :][:numel])
         return values
 
     def _agree_any(self, flag: bool) -> bool:
@@ -416,7 +418,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat_value = self._gather_named(flat, name, parts.get(name, []), dtype)
             for index, slot in enumerate(flat.layout.slots):
                 if index in whole:
-                    whole[index][name] = slot.view(flat_value).clone()
+                    joined = parallel.whole(flat.parameters[index], slot.view(flat_value))
+                    whole[index][name] = joined.to("cpu", copy=True)
         return whole
 
     def _gather_named(self, flat: Flat, name: str, parts: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
@@ -424,10 +427,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for offset, value in parts:
             own[offset:][: value.numel()].copy_(value)
         if own.numel() == flat.layout.numel:
-            return own.cpu()
+            return own
         whole = torch.empty(flat.layout.numel, dtype=own.dtype, device=own.device)
         self._fabric.gathers.all_gather(whole, own, f"{flat.label}.{name}").wait()
-        return whole.cpu()
+        return whole
 
 
 def check_covers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -446,6 +449,11 @@ def check_covers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             f"{_some(missing)} requires a gradient but is in no group of the optimizer; add it to the optimizer or "
             "freeze it with requires_grad_(False)"
         )
+
+
+def _with_whole_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """State that the optimizer had before: of DTensors, it is in DTensors."""
+    return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
 
 
 def _some(names: Iterable[str]) -> str:

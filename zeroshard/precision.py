@@ -92,8 +92,10 @@ def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
     """The 2-norm of the whole model's averaged gradients, an fp64 scalar on the device.
 
     Each rank sums the squares of its own shards, the partial sums are added in rank order: all stages and all ranks
-    get the same bits.
+    get the same bits. What every model-parallel rank has whole is counted by the first of them.
     """
+    if fabric.model.rank > 0:
+        flats = [flat for flat in flats if flat.divided]
     parts = {flat: part for flat in flats if (part := gradient_of(flat).part(flat.shard_range)) is not None}
     found = dict(zip(parts, compat.norms([part for part, _ in parts.values()], torch.float64), strict=True))
     factors = {flat: factor for flat, (_, factor) in parts.items()}
@@ -110,7 +112,7 @@ def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
             one = torch.ones((), device=fabric.device)
             norms = norms * torch.stack([one if (f := factors[flat]) is None else f for flat in ordered])
         mine = norms.square().sum()
-    return fabric.gather_scalars(mine).sum().sqrt()
+    return fabric.sum_in_order(mine).sqrt()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

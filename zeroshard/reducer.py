@@ -155,7 +155,9 @@ class Reducer:
         gradient = gradient_of(flat)
         gradient.reduce()
         self._inflight.append(gradient)
-        while len(self._inflight) >= (IN_FLIGHT if self._fabric.world > 1 else 1):  # alone there is nothing to wait for
+        while len(self._inflight) >= (
+            IN_FLIGHT if self._fabric.data_parallel > 1 else 1
+        ):  # alone there is nothing to wait for
             self._inflight.popleft().settle()
 
     def _compare(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from . import compat
+from . import compat, parallel
 from .buffers import Buffers
 from .comm import Fabric, Traffic
 from .config import Config, state_table
@@ -42,7 +42,13 @@ class Runtime(NotCopyable):
         self.placeholders = Placeholders(fabric.device)
         precision = config.precision
         itemsize = precision.parameters.itemsize if precision.parameters is not None else None
-        specs = find_units(model, chosen=config.units, max_unit_bytes=config.max_unit_bytes, itemsize=itemsize)
+        specs = find_units(
+            model,
+            chosen=config.units,
+            max_unit_bytes=config.max_unit_bytes,
+            itemsize=itemsize,
+            numel=parallel.local_numel,
+        )
         self.units = [
             Unit(
                 spec,

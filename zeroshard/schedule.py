@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compat
+from . import compat, parallel
 from .config import Config, Extent, Place, StateTable
 from .hook import Hook
 from .observe import trace
@@ -353,10 +353,11 @@ class Schedule:
             trace.phase(f"backward {unit.title}")
 
     def on_gradient(self, unit: Unit, flat: Flat, index: int, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             return
         self.begin_backward()
+        with torch.no_grad():
+            gradient = parallel.local_gradient(parameter, parameter.grad)
         # Where a unit was called and its gradient comes when it is gone again, the value was there when it was read:
         # autocast, say, had cast the parameter in an earlier forward. A NaN tells; so rare that looking costs nothing.
         uncalled = self._sharded and unit not in self._called

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import compat
+from . import compat, parallel
 from .comm import Fabric, Pending
 from .config import Extent, Precision, StateTable
 from .gradient import FlatGradient
@@ -72,7 +72,11 @@ class Flat:
         placeholders: Placeholders,
     ) -> None:
         self.label = label
-        self.layout: FlatLayout = flat_layout([(name, parameter.shape) for name, parameter in members], fabric.shards)
+        boxes = {name: box for name, parameter in members if (box := parallel.box_of(parameter)) is not None}
+        shapes = [(name, parallel.local(parameter).shape) for name, parameter in members]
+        self.layout: FlatLayout = flat_layout(shapes, fabric.shards, boxes)
+        self.divided = bool(boxes)
+        """Whether tensor parallelism leaves this rank a part of each parameter."""
         self.parameters = [parameter for _, parameter in members]
         self.trainable = self.parameters[0].requires_grad
         self.host: HostShard | None = None
@@ -158,7 +162,7 @@ class Flat:
 
     def adopt(self, origin: Tensor) -> None:
         """Takes rank 0's first values; this rank keeps its range of them."""
-        self._fabric.broadcast(origin)
+        self._fabric.broadcast(origin, divided=self.divided)
         self.keep(origin[self.kept.start : self.kept.stop].clone() if self.sharded else origin)
 
     def keep(self, values: Tensor) -> None:
@@ -324,7 +328,7 @@ class Flat:
     def rewrite(self) -> None:
         """Takes rank 0's present values as the new ones. A master keeps its lower bits where nothing was changed."""
         assert self.presence is Presence.PRESENT
-        self._fabric.broadcast(self.whole)
+        self._fabric.broadcast(self.whole, divided=self.divided)
         if self.sharded and self.has_shard:
             self.shard.copy_(self.whole[self.shard_range.start : self.shard_range.stop])
         if self.host is not None and not self.trainable:
@@ -362,7 +366,7 @@ class Flat:
 
     def _point(self, tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            parameter.data = tensor
+            compat.point(parameter, tensor)
         self._pointers = [compat.pointer(tensor) for tensor in tensors]
         self._versions = self._versions_now()
 
@@ -378,16 +382,13 @@ class Flat:
         That is: to a placeholder, to gathered parameters that are about to be released, or to 16-bit parameters
         that a master stands behind.
         """
-        if [compat.pointer(p) for p in self.parameters] == self._pointers and self._versions_now() == self._versions:
+        parts = [parallel.local(parameter) for parameter in self.parameters]
+        if [compat.pointer(part) for part in parts] == self._pointers and self._versions_now() == self._versions:
             return
         writes_count = self.presence is Presence.PRESENT and not self.sharded and not self.separate_master
-        facts = zip(self.layout.slots, self.parameters, self._versions, self._pointers, strict=True)
-        for slot, parameter, version, pointer in facts:
-            if (
-                compat.pointer(parameter) != pointer
-                or parameter.dtype is not self.dtype
-                or parameter.shape != slot.shape
-            ):
+        facts = zip(self.layout.slots, self.parameters, parts, self._versions, self._pointers, strict=True)
+        for slot, parameter, part, version, pointer in facts:
+            if compat.pointer(part) != pointer or part.dtype is not self.dtype or part.shape != slot.shape:
                 self._point(self._views if self.presence is Presence.PRESENT else self._stand_ins)
                 raise RuntimeError(
                     f"parameter {slot.name!r} was pointed at other memory after shard(), by a conversion or by an "
@@ -436,7 +437,9 @@ class Unit:
         self.title = spec.name or "(root)"
         self.module = spec.module
         itemsize = precision.parameters.itemsize if precision.parameters is not None else None
-        groups = divide_into_flats(spec.parameters, max_bytes, itemsize)
+        groups = divide_into_flats(
+            spec.parameters, max_bytes, itemsize, numel=parallel.local_numel, divided=parallel.divided
+        )
         self.flats = [
             Flat(
                 self.title if len(groups) == 1 else f"{self.title}#{number}",

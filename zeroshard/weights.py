@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from .layout import Slot
 from .unit import Flat
 
 SINGLE = "model.safetensors"
@@ -94,7 +95,7 @@ class Weights:
         with _OpenFiles() as files:  # closed after each flat, so that pages of the files do not stay mapped
             for piece in flat.layout.pieces(flat.kept):
                 part = target[piece.offset :][: piece.numel]
-                self._read(files, flat.parameters[piece.slot], piece.start, part)
+                self._read(files, flat.parameters[piece.slot], piece.start, part, flat.layout.slots[piece.slot])
 
     def read_buffer(self, buffer: Tensor) -> None:
         """Fills a buffer that is on disk."""
@@ -103,12 +104,12 @@ class Weights:
             self._read(files, buffer, 0, target)
         buffer.copy_(target.view(buffer.shape))
 
-    def _read(self, files: _OpenFiles, tensor: Tensor, start: int, target: Tensor) -> None:
+    def _read(self, files: _OpenFiles, tensor: Tensor, start: int, target: Tensor, slot: Slot | None = None) -> None:
         first, *others = self._copies[id(tensor)]
-        values = files.elements(first, start, start + target.numel())
+        values = files.elements(first, start, start + target.numel(), slot)
         target.copy_(values)
         for other in others:
-            if not torch.equal(files.elements(other, start, start + target.numel()), values):
+            if not torch.equal(files.elements(other, start, start + target.numel(), slot), values):
                 raise self._error(
                     f"{first.name!r} and {other.name!r} are one tied weight in the model, but differ on disk"
                 )
@@ -136,18 +137,28 @@ class _OpenFiles(ExitStack):
         super().__init__()
         self._open: dict[Path, Any] = {}
 
-    def elements(self, entry: Stored, start: int, stop: int) -> Tensor:
-        """A range of a tensor's elements, as a view of the mapped file: what is not copied is never read."""
+    def elements(self, entry: Stored, start: int, stop: int, slot: Slot | None = None) -> Tensor:
+        """A range of a tensor's elements, as a view of the mapped file: what is not copied is never read.
+
+        Where tensor parallelism divides the tensor, elements are counted inside the part that ``slot`` describes.
+        """
         if entry.file not in self._open:
             self._open[entry.file] = self.enter_context(_mapped(entry.file))
         if not entry.shape:
             scalar: Tensor = self._open[entry.file].get_tensor(entry.name)
             return scalar.reshape(1)
-        row = math.prod(entry.shape[1:])
         if stop == start:
             return torch.empty(0)
-        first = start // row
-        rows: Tensor = self._open[entry.file].get_slice(entry.name)[first : -(-stop // row)]
+        box = None if slot is None else slot.box
+        shape = entry.shape if slot is None or box is None else slot.shape
+        row = math.prod(shape[1:])
+        first, last = start // row, -(-stop // row)
+        stored = self._open[entry.file].get_slice(entry.name)
+        if box is None:
+            rows: Tensor = stored[first:last]
+        else:
+            across = [slice(offset, offset + size) for offset, size in zip(box.offsets[1:], shape[1:], strict=True)]
+            rows = stored[(slice(box.offsets[0] + first, box.offsets[0] + last), *across)]
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
 

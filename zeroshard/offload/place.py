@@ -11,6 +11,7 @@ import torch
 from .. import machine
 from ..comm import Fabric
 from ..config import Config, Offload
+from ..layout import Slot
 from ..unit import Flat, Turns, Unit
 from .pipeline import Pipeline
 from .placement import stay_on_device, stay_within
@@ -39,7 +40,7 @@ def place_on_host(
                 assert moments is not None
                 _check_dtype(flat)
                 pieces = [
-                    HostPiece(p.slot, p.start, p.offset, p.numel, zlib.crc32(flat.layout.slots[p.slot].name.encode()))
+                    HostPiece(p.slot, p.start, p.offset, p.numel, _key(flat.layout.slots[p.slot]))
                     for p in flat.layout.pieces(flat.own)
                 ]
                 states = HostStates(options, flat.dtype, flat.own.numel, pieces, moments)
@@ -54,6 +55,11 @@ def place_on_host(
     _check_room(pipeline, options, fabric)
     _allocate(pipeline, fabric)
     return pipeline
+
+
+def _key(slot: Slot) -> int:
+    """Tells parameters apart, and parts of one that tensor parallelism has divided."""
+    return zlib.crc32(f"{slot.name}{'' if slot.box is None else slot.box.offsets}".encode())
 
 
 def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..config import Extent, Offload, Precision, state_table
+from ..parallel import local_numel
 
 STATES_SHARE = 0.7
 """Model states may take this share of a device; the rest is for activations and buffers, where these are not known."""
@@ -68,16 +69,20 @@ class StateBytes:
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision) -> StateBytes:
-    """What a model's states take in a given precision. Frozen parameters have neither gradients nor states."""
+    """What a model's states take in a given precision. Frozen parameters have neither gradients nor states.
+
+    Where tensor parallelism divides the model, those of this rank's part.
+    """
     parameters = gradients = states = 0
     tensors = 2.0 if optimizer is None else state_tensors(optimizer)
     for parameter in model.parameters():
         width = (precision.parameters or parameter.dtype).itemsize
-        parameters += width * parameter.numel()
+        numel = local_numel(parameter)
+        parameters += width * numel
         if parameter.requires_grad:
-            gradients += width * parameter.numel()
+            gradients += width * numel
             master = 4 if precision.keeps_master else width
-            states += int((tensors * master + (4 if precision.keeps_master else 0)) * parameter.numel())
+            states += int((tensors * master + (4 if precision.keeps_master else 0)) * numel)
     return StateBytes(parameters, gradients, states)
 
 
