@@ -11,6 +11,13 @@ PACKAGE = Path(__file__).parent.parent / "zeroshard"
 
 LAYERS = [
     {"plan.dryrun"},
+    {"checkpoint.load"},
+    {"checkpoint.save"},
+    {"checkpoint.background", "checkpoint.snapshot"},
+    {"checkpoint.contents", "checkpoint.folder", "checkpoint.read"},
+    {"checkpoint.random_state", "checkpoint.values", "checkpoint.write"},
+    {"checkpoint.format"},
+    {"checkpoint.boxes"},
     {"api"},
     {"guards"},
     {"runtime"},

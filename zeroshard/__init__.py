@@ -1,6 +1,9 @@
 """zeroshard: train models that do not fit, from an unchanged PyTorch model and an unchanged training loop."""
 
 from .api import full_state_dict, gathered, no_sync, shard, stats, synchronize
+from .checkpoint.format import CheckpointError
+from .checkpoint.load import load
+from .checkpoint.save import save
 from .comm import DisagreementError, StallError, Traffic
 from .config import Config, LossScale, Offload, Precision
 from .observe.ledger import Memory, Stats
@@ -11,6 +14,7 @@ from .optimizer import ShardedOptimizer
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Config",
     "DisagreementError",
     "LossScale",
@@ -25,7 +29,9 @@ __all__ = [
     "Traffic",
     "full_state_dict",
     "gathered",
+    "load",
     "no_sync",
+    "save",
     "shard",
     "stats",
     "synchronize",

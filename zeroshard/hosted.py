@@ -205,6 +205,33 @@ class HostUpdate:
                 part = flat.layout.slots[piece.slot].part(value).reshape(-1)[piece.start :][: piece.tensor.numel()]
                 self._moment(flat, piece, name).copy_(part)
 
+    def count(self, piece: MasterPiece) -> int:
+        """Steps that a piece has made."""
+        return self._counts.get(piece.tensor, 0)
+
+    def room_for(self, flat: Flat, piece: MasterPiece, name: str) -> Tensor | None:
+        """The memory of one moment of a piece; None if there is no such moment."""
+        return self._moment(flat, piece, name) if name in self._moments else None
+
+    def set_count(self, flat: Flat, piece: MasterPiece, count: int) -> None:
+        """After the moments of a piece were filled."""
+        if count:
+            self._counts[piece.tensor] = count
+            self._show_moments(flat, piece)
+
+    def progress(self) -> dict[str, int]:
+        """What the next step takes from the last one, besides states."""
+        return {"delaying": int(self._delaying), "micro_batches": self._micro_batches}
+
+    def load_progress(self, progress: dict[str, int]) -> None:
+        """Goes on from what ``progress`` gave."""
+        self._delaying, self._micro_batches = bool(progress["delaying"]), progress["micro_batches"]
+
+    @property
+    def delays(self) -> bool:
+        """Whether updates may be held back."""
+        return self._options.delayed_update_after is not None
+
     def forget_states(self) -> None:
         """Before a state is loaded."""
         self.pipeline.wait()

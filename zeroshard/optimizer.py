@@ -47,6 +47,9 @@ ELEMENTWISE = frozenset(
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""
 
+HOST_STEP = "host_step"
+"""Name, in a checkpoint, of the steps that the host has made with a piece; SGD's state has no count of its own."""
+
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
 
@@ -431,6 +434,85 @@ class ShardedOptimizer(torch.optim.Optimizer):
         whole = torch.empty(flat.layout.numel, dtype=own.dtype, device=own.device)
         self._fabric.gathers.all_gather(whole, own, f"{flat.label}.{name}").wait()
         return whole
+
+    # -- for checkpoints ------------------------------------------------------------------------------------------
+
+    @property
+    def unsharded(self) -> torch.optim.Optimizer:
+        """The optimizer that was given to ``shard()``."""
+        return self._original
+
+    def settle(self, what: str) -> None:
+        """Waits for the host. Raises where gradients wait for their step: they would be lost."""
+        if self._host is not None:
+            self._host.pipeline.settle()
+            self._host.show_steps()
+        for gradient in self._reducer.gradients:
+            gradient.hide()  # which sees what zero_grad() dropped
+            gradient.show()
+            if any(gradient.used):
+                raise RuntimeError(
+                    f"{what} between backward() and step(): the gradients of {gradient.label!r} would be lost; call it "
+                    "after step(), or drop them first with zero_grad()"
+                )
+
+    def state_of(self, flat: Flat, piece: MasterPiece) -> dict[str, Any]:
+        """What the optimizer keeps for one piece, after ``settle``."""
+        state = dict(self._state.get(piece.tensor, {}))
+        if self._host is not None and flat.host is not None and (count := self._host.count(piece)):
+            state[HOST_STEP] = count
+        return state
+
+    def forget_states(self) -> None:
+        """Before states are loaded."""
+        if self._host is not None:
+            self._host.forget_states()
+        self._state.clear()
+
+    def room_for_state(self, flat: Flat, piece: MasterPiece, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Memory for one state of a piece, to be filled; None where this optimizer has no such state."""
+        if self._host is not None and flat.host is not None:
+            return self._host.room_for(flat, piece, name)
+        kept = piece.tensor.dtype if dtype.is_floating_point else dtype
+        room = self._state[piece.tensor][name] = torch.empty_like(piece.tensor, dtype=kept)
+        return room
+
+    def take_scalars(self, flat: Flat, piece: MasterPiece, scalars: dict[str, Any], moments: bool) -> None:
+        """Takes state that belongs to the parameter as a whole, after ``room_for_state`` was filled."""
+        if self._host is not None and flat.host is not None:
+            count = scalars.get(HOST_STEP, scalars.get("step", 1 if moments else 0))
+            self._host.set_count(flat, piece, int(count))
+            return
+        mine = {name: value for name, value in scalars.items() if name != HOST_STEP}
+        group = self._group(flat, piece)
+        on_device = group.get("fused") or group.get("capturable")  # where torch keeps it, too
+        for name, value in mine.items():
+            if isinstance(value, Tensor):
+                self._state[piece.tensor][name] = value.to(piece.tensor.device, copy=True) if on_device else value
+            else:
+                self._state[piece.tensor][name] = value
+
+    def progress(self) -> dict[str, Any]:
+        """Counts that the next step goes on from."""
+        return {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": None if self._scaler is None else self._scaler.state(),
+            "host": None if self._host is None else self._host.progress(),
+        }
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """Goes on from what ``progress`` gave; what this run has no use for is left."""
+        self.steps, self.skipped_steps = int(progress["steps"]), int(progress["skipped_steps"])
+        if self._scaler is not None and progress["loss_scale"] is not None:
+            self._scaler.load(progress["loss_scale"])
+        if self._host is not None and progress["host"] is not None:
+            self._host.load_progress(progress["host"])
+
+    @property
+    def delays_updates(self) -> bool:
+        """Whether the host may hold back what an update has made."""
+        return self._host is not None and self._host.delays
 
 
 def check_covers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

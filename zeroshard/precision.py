@@ -76,6 +76,14 @@ class LossScaler:
         self.scale = config.initial
         self._good_steps = 0
 
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps of it."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Goes on from what ``state`` gave."""
+        self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
+
     def update(self, overflowed: bool) -> None:
         if overflowed:
             self.scale = max(self.scale / self._config.factor, self._config.minimum)

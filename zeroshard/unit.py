@@ -141,6 +141,18 @@ class Flat:
             return self.host.master().to(self._fabric.device)
         return self._master
 
+    def own_values(self) -> Tensor:
+        """The master where it is, on the device or on the host; put together where it is split."""
+        return self._master if self.host is None else self.host.master()
+
+    def kept_values(self) -> Tensor:
+        """The parameters of the kept range, at rest."""
+        if self.rests_on_host:
+            assert self.host is not None
+            assert self.host.states.resting is not None
+            return self.host.states.resting
+        return self.shard if self.sharded else self.whole
+
     def live_on(self, host: HostShard, turns: Turns) -> None:
         """Keeps the states on the host; asked before the first values come."""
         self.host, self._turns = host, turns
@@ -291,6 +303,9 @@ class Flat:
     def publish(self) -> None:
         """Makes an updated master visible: into the parameters' dtype, and to the other ranks where they are whole."""
         with compat.label(f"zeroshard.publish {self.label}"):
+            if not self.trainable:  # loaded, by every rank for itself
+                self._outdate()
+                return
             if self.host is not None:
                 self._outdate()
                 self._publication = self.host.publish_all()

@@ -92,6 +92,24 @@ class HostShard:
             high = self._target.cpu()
         return join(high, states.stored)
 
+    def shown(self) -> Tensor:
+        """The parameters where they rest: while a delayed update is held, those from before it."""
+        self._pipeline.settle()
+        shown = self.states.resting if self._target is None else self._target
+        assert shown is not None
+        return shown
+
+    def hold(self, values: Tensor) -> None:
+        """Takes values as what a delayed update has made of the master, and shows nothing of it yet."""
+        self._pipeline.settle()
+        states = self.states
+        assert states.slot is not None
+        states.stored.copy_(remainder(values) if states.split else values)
+        output = self.output(states.slot)
+        if output is not states.stored:
+            output.copy_(round_to(values, states.dtype))
+        self.held = True
+
     def publish_all(self) -> Publication:
         """Sends the master's present values to where parameters rest."""
         source = round_to(self.master(), self.states.dtype)

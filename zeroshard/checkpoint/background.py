@@ -1,0 +1,171 @@
+"""Writes a rank's part beside training, and on rank 0 completes the checkpoint when all parts are there.
+
+A thread of its own does it, and no collective: ranks see each other's parts in the folder that they share. The
+training thread is told by ``Saving.wait``, where ranks agree on how it went; one that died is noticed there at once,
+one that is slow is waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .. import compat
+from ..comm import Fabric
+from .contents import Contents
+from .folder import keep_newest, partial_of, publish
+from .format import (
+    INDEX,
+    LARGEST_JSON,
+    MARKER,
+    TOKEN,
+    CheckpointError,
+    Index,
+    Part,
+    failure_file,
+    index_json,
+    marker_json,
+    part_file,
+)
+from .write import write_json, write_part
+
+POLL_SECONDS = 0.005
+SLOWEST_POLL_SECONDS = 0.2
+EXIT_SECONDS = 600.0
+"""How long a process that ends waits for its last save."""
+
+
+class Saving:
+    """A checkpoint that is being written, or was."""
+
+    def __init__(
+        self, path: Path, fabric: Fabric, token: str, contents: Contents, *, steps: int, keep: int | None
+    ) -> None:
+        self.path = path
+        self._fabric, self._token, self._steps, self._keep = fabric, token, steps, keep
+        self._contents: Contents | None = contents
+        self._done = threading.Event()
+        self._abandoned = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name="zeroshard checkpoint", daemon=True)
+        self._thread.start()
+        _unfinished.add(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing left to do; on rank 0, whether the checkpoint is complete, or failed."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Until the checkpoint is complete. Collective: call it on all ranks. Raises what went wrong on any."""
+        if self._told:
+            return
+        with compat.label("zeroshard.save wait"):
+            # In short turns: every one finds out whether all ranks are still alive, however long the disk takes.
+            while self._fabric.maximum([not self._done.wait(0.5)])[0]:
+                pass
+        self._told = True
+        _unfinished.discard(self)
+        problems = self._fabric.gather_objects(None if self._error is None else _tell(self._error))
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise CheckpointError(f"{self.path} was not saved: rank {rank}: {problem}") from self._error
+
+    def finish_at_exit(self) -> None:
+        """Waits without the other ranks, and says on stderr what went wrong."""
+        if not self._done.wait(EXIT_SECONDS):
+            self._abandoned.set()
+        if self._error is not None and not self._told:
+            print(f"zeroshard: {self.path} was not saved: {_tell(self._error)}", file=sys.stderr)
+
+    # -- on the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        rank, folder = self._fabric.rank, partial_of(self.path)
+        try:
+            contents, self._contents = self._contents, None
+            assert contents is not None
+            write_part(folder, self._token, rank, *contents)
+            del contents
+            if rank == 0:
+                self._complete(folder)
+        except BaseException as error:
+            self._error = error
+            if rank != 0:
+                self._tell_rank_zero(folder, error)
+        finally:
+            self._done.set()
+
+    def _tell_rank_zero(self, folder: Path, error: BaseException) -> None:
+        try:
+            (folder / failure_file(self._fabric.rank)).write_text(_tell(error))
+        except OSError:  # a full disk has no room for that either: an empty file will do
+            try:
+                (folder / failure_file(self._fabric.rank)).touch()
+            except OSError:
+                print(f"zeroshard: {self.path} was not saved: {_tell(error)}", file=sys.stderr)
+
+    def _complete(self, folder: Path) -> None:
+        parts = [self._await_part(folder, rank) for rank in range(self._fabric.world)]
+        index = index_json(self._token, parts, {"world": self._fabric.world, "steps": self._steps})
+        Index(folder, self._token, [Part.from_json(part) for part in parts]).check()
+        write_json(folder / INDEX, index)
+        write_json(folder / MARKER, marker_json(index, self._steps, time.time_ns()))
+        (folder / TOKEN).unlink(missing_ok=True)
+        publish(self.path)
+        if self._keep is not None:
+            keep_newest(self.path.parent, self._keep)
+
+    def _await_part(self, folder: Path, rank: int) -> dict[str, Any]:
+        pause = POLL_SECONDS
+        while not (folder / part_file(rank)).exists():
+            if (folder / failure_file(rank)).exists():
+                why = (folder / failure_file(rank)).read_text() or "it could not write its part"
+                raise CheckpointError(f"rank {rank} failed: {why}")
+            if self._abandoned.wait(pause):
+                raise CheckpointError(f"rank {rank} has not written its part")
+            pause = min(2 * pause, SLOWEST_POLL_SECONDS)
+        with open(folder / part_file(rank), "rb") as file:
+            part: dict[str, Any] = json.loads(file.read(LARGEST_JSON))
+        if part["checkpoint"] != self._token:
+            raise CheckpointError(f"{folder / part_file(rank)} belongs to another checkpoint")
+        return part
+
+
+_unfinished: weakref.WeakSet[Saving] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    for saving in list(_unfinished):
+        saving.finish_at_exit()
+
+
+def _tell(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+class Latest:
+    """The save that a model began last. The next one waits for it: a slow disk holds up training, not memory."""
+
+    def __init__(self) -> None:
+        self._saving: Saving | None = None
+
+    def wait(self, say: Callable[[str], None]) -> None:
+        """Back-pressure. Collective."""
+        if self._saving is not None:
+            if not self._saving.done:
+                say(f"zeroshard: {self._saving.path} is still being written, so this save waits for it")
+            saving, self._saving = self._saving, None
+            saving.wait()
+
+    def begin(self, saving: Saving) -> None:
+        self._saving = saving

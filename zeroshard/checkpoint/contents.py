@@ -1,0 +1,223 @@
+"""What there is to save of a sharded model: which ranges this rank writes, and everything that is no range.
+
+Every element is written once, by a rank that has it anyway: where states are whole on every rank (stage 0), or on
+several (the replicas of a mesh), the ranks divide the writing.
+
+A 16-bit parameter that a master stands behind is not written: it is that master, rounded. Only where a delayed update
+waits to be published do both count, for the next step still runs on the older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Fabric
+from ..guards import names_only
+from ..layout import Piece, Range
+from ..optimizer import ShardedOptimizer
+from ..runtime import Runtime
+from ..unit import Flat, MasterPiece
+from . import random_state
+from .boxes import Region, whole_box
+from .format import BUFFER, SHOWN, VALUE, tensor_kind
+from .values import encode
+from .write import Held
+
+
+class Contents(NamedTuple):
+    """What one rank writes."""
+
+    held: list[Held]
+    scalars: dict[str, Any]
+    values: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.held)
+
+
+def name_of(name: str) -> str:
+    """A parameter's name without what ``torch.compile`` adds to it."""
+    return name.replace("_orig_mod.", "")
+
+
+def region_of(flat: Flat, slot: int, start: int, stop: int) -> Region:
+    """Which elements of a parameter a range of its slot holds."""
+    return Region(whole_box(flat.layout.slots[slot].shape), start, stop)
+
+
+def written_range(flat: Flat, fabric: Fabric) -> Range:
+    """The range of a flat that this rank writes: its shard, or its share of it where replicas have the same."""
+    shard, replicas, mine = flat.shard_range, fabric.between.world, fabric.between.rank
+    return Range(
+        shard.start + shard.numel * mine // replicas,
+        shard.start + shard.numel * (mine + 1) // replicas,
+    )
+
+
+def collect(
+    runtime: Runtime, optimizer: ShardedOptimizer | None, *, scheduler: Any, loader: Any, extra: object
+) -> Contents:
+    """Everything that this rank has to write. Waits for updates under way; no tensor is read yet."""
+    fabric = runtime.fabric
+    if runtime.optimizer is not None:
+        runtime.optimizer.settle("save()")
+    large: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> str:
+        large.append(tensor)
+        return f"#{len(large) - 1}"
+
+    held: list[Held] = []
+    scalars: dict[str, Any] = {}
+    for unit in runtime.units:
+        for flat in unit.flats:
+            held += _values_of(flat, fabric)
+            if optimizer is not None and flat.trainable:
+                held += _states_of(flat, fabric, optimizer)
+                scalars |= _scalars(flat, optimizer, keep)
+    values: dict[str, Any] = {"random": encode(random_state.read(fabric.device), "the random state", keep)}
+    if loader is not None:
+        values["loader"] = encode(_state_dict(loader, "loader"), "loader", keep)
+    if fabric.rank == 0:
+        held += [_whole(name, BUFFER, tensor) for name, tensor in buffers_of(runtime)]
+        values |= {
+            "world": fabric.world,
+            "shared": encode(_shared(runtime, optimizer), "the optimizer's settings", keep),
+            "module": encode(extra_states_of(runtime), "the model's extra state", keep),
+            "extra": encode(extra, "extra", keep),
+        }
+        if scheduler is not None:
+            values["scheduler"] = encode(_state_dict(scheduler, "scheduler"), "scheduler", keep)
+    held += [_whole(f"#{number}", tensor_kind(fabric.rank), tensor) for number, tensor in enumerate(large)]
+    held.sort(key=lambda piece: -piece.dtype.itemsize)  # so that every range lies on a multiple of its elements
+    return Contents(held, scalars, values)
+
+
+def _values_of(flat: Flat, fabric: Fabric) -> Iterator[Held]:
+    part = written_range(flat, fabric)
+    pieces = flat.layout.pieces(part)
+    if not flat.trainable:
+        into_kept = part.start - flat.kept.start
+        for piece in pieces:
+            yield _held(
+                flat, piece, VALUE, flat.dtype, partial(_slice, flat.kept_values, into_kept + piece.offset, piece)
+            )
+        return
+    master = lru_cache(maxsize=1)(flat.own_values)  # put together once, where it is split
+    into_own = part.start - flat.own.start
+    for piece in pieces:
+        yield _held(flat, piece, VALUE, flat.master_dtype, partial(_slice, master, into_own + piece.offset, piece))
+    if flat.host is not None and flat.host.held:
+        shown = flat.host.shown
+        for piece in pieces:
+            yield _held(flat, piece, SHOWN, flat.dtype, partial(_slice, shown, into_own + piece.offset, piece))
+
+
+def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Iterator[Held]:
+    owners = {piece.slot: piece for piece in flat.pieces}
+    for piece in flat.layout.pieces(written_range(flat, fabric)):
+        owner = owners[piece.slot]
+        for name, value in optimizer.state_of(flat, owner).items():
+            if is_elementwise(value, owner):
+                part_of = value[piece.start - owner.start :][: piece.numel]
+                yield _held(flat, piece, name, value.dtype, partial(_itself, part_of))
+
+
+def is_elementwise(value: object, piece: MasterPiece) -> bool:
+    """Whether a state has one element for each of the piece's; the others belong to the parameter as a whole."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.tensor.shape
+
+
+def _scalars(flat: Flat, optimizer: ShardedOptimizer, keep: Callable[[Tensor], str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for piece in flat.pieces:
+        name = name_of(flat.layout.slots[piece.slot].name)
+        state = optimizer.state_of(flat, piece)
+        mine = {key: value for key, value in state.items() if not is_elementwise(value, piece)}
+        if mine:
+            found[name] = encode(mine, f"the optimizer's state of {name!r}", keep)
+    return found
+
+
+def _held(flat: Flat, piece: Piece, kind: str, dtype: torch.dtype, read: Callable[[], Tensor]) -> Held:
+    slot = flat.layout.slots[piece.slot]
+    region = region_of(flat, piece.slot, piece.start, piece.stop)
+    return Held(name_of(slot.name), kind, slot.shape, region, dtype, read)
+
+
+def _whole(name: str, kind: str, tensor: Tensor) -> Held:
+    shape = tuple(tensor.shape)
+    return Held(
+        name, kind, shape, Region(whole_box(shape), 0, tensor.numel()), tensor.dtype, partial(_flattened, tensor)
+    )
+
+
+def _slice(values: Callable[[], Tensor], offset: int, piece: Piece) -> Tensor:
+    return values()[offset : offset + piece.numel]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)
+
+
+def _state_dict(thing: Any, name: str) -> Any:
+    if not callable(getattr(thing, "state_dict", None)):
+        raise ValueError(
+            f"{name}: a {type(thing).__name__} has no state_dict(), so its position cannot be saved; use one that has, "
+            f"such as torchdata's StatefulDataLoader, or leave {name}= out and put what you need into extra="
+        )
+    return thing.state_dict()
+
+
+def buffers_of(runtime: Runtime) -> list[tuple[str, Tensor]]:
+    """The buffers that the model's state dict has, each once."""
+    parameters = {id(parameter) for parameter in runtime.model.parameters()}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in _named(runtime).items():
+        if isinstance(value, Tensor) and id(value) not in parameters:
+            found.setdefault(id(value), (name_of(name), value))
+    return list(found.values())
+
+
+def extra_states_of(runtime: Runtime) -> dict[str, Any]:
+    """What modules keep besides tensors (``get_extra_state``), by name."""
+    found = {}
+    for name, module in runtime.model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[name_of(name)] = module.get_extra_state()
+    return found
+
+
+def _named(runtime: Runtime) -> dict[str, Any]:
+    with names_only(runtime):
+        named: dict[str, Any] = runtime.model.state_dict(keep_vars=True)
+    extra = {f"{name}." if name else "" for name in extra_states_of(runtime)}
+    return {name: value for name, value in named.items() if name_of(name).removesuffix("_extra_state") not in extra}
+
+
+def _shared(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, Any]:
+    """Settings and counts that are the same on all ranks."""
+    if optimizer is None:
+        return {}
+    names = {id(p): name_of(name) for name, p in runtime.model.named_parameters()}
+    return {
+        "optimizer": type(optimizer.unsharded).__name__,
+        "groups": [
+            {
+                "settings": {key: value for key, value in group.items() if key != "params"},
+                "parameters": [names[id(parameter)] for parameter in group["params"]],
+            }
+            for group in optimizer.param_groups
+        ],
+        "progress": optimizer.progress(),
+    }

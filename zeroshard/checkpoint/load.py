@@ -1,0 +1,342 @@
+"""``zeroshard.load``: every rank reads what it keeps, whatever the setup that wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+from ..comm import Fabric
+from ..layout import Range
+from ..optimizer import ShardedOptimizer
+from ..runtime import Runtime, runtime_of
+from ..unit import Flat
+from . import random_state
+from .contents import buffers_of, extra_states_of, name_of, region_of
+from .folder import candidates
+from .format import BUFFER, SHOWN, VALUE, CheckpointError, Index, read_index
+from .read import Reader
+from .save import agree, check_optimizer
+from .values import EncodingError, decode
+
+HOW_TO_COMPUTE = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Settings of an optimizer that say how it computes, not what: those of the run that loads hold."""
+NAMES_IN_A_MESSAGE = 3
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    *,
+    allow_older: bool = False,
+    random: bool = True,
+) -> Any:
+    """Goes on from a checkpoint, of any stage, world size, offload and precision; returns its ``extra``. Collective.
+
+    Args:
+        path: a checkpoint, or a folder of them, of which the newest complete one is taken.
+        model: what ``shard()`` returned.
+        optimizer: likewise; without it only the model is loaded.
+        scheduler: gets its state back, if one was saved.
+        loader: gets this rank's position back. On another number of ranks that works where all saved the same.
+        allow_older: in a folder of checkpoints, where the newest is damaged, say so and take the one before.
+        random: set the random generators too. Ranks that the saved run did not have begin with numbers of their own.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it does not fit the model; says whether the model was touched.
+    """
+    runtime = runtime_of(model)
+    fabric = runtime.fabric
+    folders: list[Path] = []
+    problem: Exception | None = None
+    try:
+        check_optimizer(runtime, optimizer, "load")
+        runtime.schedule.check_nothing_held()
+        if runtime.optimizer is not None:
+            runtime.optimizer.settle("load()")
+        folders = candidates(Path(path).absolute())
+    except Exception as error:
+        problem = error
+    agree(fabric, problem)
+    folders = fabric.gather_objects(folders)[0]
+    if not folders:
+        raise CheckpointError(f"{path} holds no complete checkpoint")
+    for number, folder in enumerate(folders):
+        last = number + 1 == len(folders) or not allow_older
+        try:
+            return _load(folder, runtime, optimizer, scheduler, loader, random)
+        except _DamagedError as unusable:
+            if last:
+                raise CheckpointError(str(unusable)) from unusable
+            if fabric.rank == 0:
+                print(f"zeroshard: {unusable}; taking the one before, {folders[number + 1]}", flush=True)
+    raise AssertionError("the last one is returned or raised")
+
+
+class _DamagedError(Exception):
+    """A checkpoint is damaged; all ranks know."""
+
+
+def _load(
+    folder: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, scheduler: Any, loader: Any, random: bool
+) -> Any:
+    fabric = runtime.fabric
+    with compat.label("zeroshard.load"), torch.no_grad():
+        reader: Reader | None = None
+        values: _Values | None = None
+        problem: Exception | None = None
+        try:
+            reader = Reader(read_index(folder))
+            if fabric.rank == 0:
+                reader.check_files()
+            values = _Values.read(reader, fabric)
+        except (CheckpointError, EncodingError) as error:
+            problem = error
+        _agree_usable(fabric, problem, "; nothing was loaded")
+        assert reader is not None
+        assert values is not None
+        try:
+            _check_fits(reader.index, runtime, optimizer, values.shared)
+            _check_given(reader.index, scheduler, loader, fabric)
+        except CheckpointError as error:
+            problem = error
+        agree(fabric, problem)
+        older: dict[Flat, Tensor] = {}
+        try:
+            older = _fill(reader, runtime, optimizer)
+        except (CheckpointError, EncodingError) as error:
+            problem = error
+        _agree_usable(fabric, problem, "; the model is loaded in part, so load another checkpoint into it")
+        _publish(runtime, older)
+        if optimizer is not None:
+            _load_settings(optimizer, values.shared)
+        values.give(runtime, scheduler, loader, random)
+        return values.extra
+
+
+class _Values(NamedTuple):
+    """All that is no tensor of the model or optimizer."""
+
+    shared: dict[str, Any]
+    modules: dict[str, Any]
+    scheduler: Any
+    loader: Any
+    extra: Any
+    random: dict[str, Any]
+    new_rank: bool
+    """The run that saved did not have this rank."""
+
+    @classmethod
+    def read(cls, reader: Reader, fabric: Fabric) -> _Values:
+        """Reads and checks them."""
+        world = len(reader.index.parts)
+        of_rank = fabric.rank if fabric.rank < world else 0
+
+        def decoded(rank: int, name: str) -> Any:
+            value = reader.index.parts[rank].values.get(name)
+            return decode(value, f"{name} of rank {rank}", lambda key: reader.tensor_of(rank, key))
+
+        made = cls(
+            shared=decoded(0, "shared"),
+            modules=decoded(0, "module"),
+            scheduler=decoded(0, "scheduler"),
+            loader=decoded(of_rank, "loader"),
+            extra=decoded(0, "extra"),
+            random=decoded(of_rank, "random"),
+            new_rank=fabric.rank >= world,
+        )
+        if not all(isinstance(table, dict) for table in (made.shared, made.modules, made.random)):
+            raise CheckpointError(f"{reader.index.folder} lacks what rank 0 saves beside tensors")
+        return made
+
+    def give(self, runtime: Runtime, scheduler: Any, loader: Any, random: bool) -> None:
+        """Lets everybody go on from their state."""
+        modules = {name_of(name): module for name, module in runtime.model.named_modules()}
+        for name in extra_states_of(runtime):
+            if name in self.modules:
+                modules[name].set_extra_state(self.modules[name])
+        if scheduler is not None:
+            scheduler.load_state_dict(self.scheduler)
+        if loader is not None:
+            loader.load_state_dict(self.loader)
+        if random and self.new_rank:
+            random_state.begin_anew(self.random, runtime.fabric.rank)
+        elif random:
+            random_state.restore(self.random, runtime.fabric.device)
+
+
+def _agree_usable(fabric: Fabric, problem: Exception | None, after: str) -> None:
+    for rank, text in enumerate(fabric.gather_objects(None if problem is None else str(problem))):
+        if text is not None:
+            raise _DamagedError(f"rank {rank}: {text}{after}" if fabric.world > 1 else f"{text}{after}") from problem
+
+
+# -- before anything is touched ---------------------------------------------------------------------------------------
+
+
+def _check_fits(index: Index, runtime: Runtime, optimizer: ShardedOptimizer | None, shared: dict[str, Any]) -> None:
+    wanted = {name_of(name): tuple(p.shape) for name, p in runtime.model.named_parameters()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in buffers_of(runtime)}
+    stored = {name: index.shape(name) for name, kind in index.places if kind == VALUE}
+    stored_buffers = {name: index.shape(name) for name, kind in index.places if kind == BUFFER}
+    for what, ours, theirs in (("parameter", wanted, stored), ("buffer", buffers, stored_buffers)):
+        missing, unknown = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
+        if missing:
+            raise CheckpointError(f"{index.folder} lacks {what} {_some(missing)} of the model; nothing was loaded")
+        if unknown:
+            raise CheckpointError(
+                f"{index.folder} has {what} {_some(unknown)}, which the model has not; nothing was loaded"
+            )
+        for name, shape in ours.items():
+            if theirs[name] != shape:
+                raise CheckpointError(
+                    f"{index.folder} has {what} {name!r} of shape {list(theirs[name])}, the model of {list(shape)}; "
+                    "nothing was loaded"
+                )
+    if optimizer is None:
+        return
+    if not shared:
+        raise CheckpointError(f"{index.folder} has no optimizer; load it with optimizer=None. Nothing was loaded")
+    kind = type(optimizer.unsharded).__name__
+    if shared["optimizer"] != kind:
+        raise CheckpointError(
+            f"{index.folder} was saved with {shared['optimizer']}, and this run has {kind}, whose states differ; "
+            "nothing was loaded"
+        )
+    names = {id(p): name_of(name) for name, p in runtime.model.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    saved: list[list[str]] = [group["parameters"] for group in shared["groups"]]
+    if groups != saved:
+        raise CheckpointError(
+            f"{index.folder} has the optimizer's groups divided otherwise ({[len(group) for group in saved]} "
+            f"parameters, here {[len(group) for group in groups]}); build it with the same groups. Nothing was loaded"
+        )
+
+
+def _check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric) -> None:
+    for name, thing, there in (
+        ("scheduler", scheduler, "scheduler" in index.values),
+        ("loader", loader, all("loader" in part.values for part in index.parts)),
+    ):
+        if thing is not None and not there:
+            raise CheckpointError(f"{index.folder} has no {name}, so leave {name}= out; nothing was loaded")
+        if thing is not None and not callable(getattr(thing, "load_state_dict", None)):
+            raise CheckpointError(f"{name}: a {type(thing).__name__} has no load_state_dict(); nothing was loaded")
+    if loader is not None and fabric.world != len(index.parts):
+        first = index.parts[0].values["loader"]
+        if any(part.values["loader"] != first for part in index.parts):
+            raise CheckpointError(
+                f"{index.folder} holds the data's position of {len(index.parts)} ranks, each its own, and this run has "
+                f"{fabric.world}; leave loader= out, and set the position yourself. Nothing was loaded"
+            )
+
+
+# -- values and states ------------------------------------------------------------------------------------------------
+
+
+def _fill(reader: Reader, runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[Flat, Tensor]:
+    """Reads everything that this rank keeps. Nothing is communicated, so ranks may fail one by one.
+
+    Returns older parameters that the next step runs on, where an update is held back.
+    """
+    older: dict[Flat, Tensor] = {}
+    if optimizer is not None:
+        optimizer.forget_states()
+    for flat in _flats(runtime):
+        _fill_values(reader, flat)
+        if optimizer is not None and flat.trainable:
+            _fill_states(reader, flat, optimizer)
+            if optimizer.delays_updates and _is_held(reader.index, flat):
+                older[flat] = torch.zeros(flat.own.numel)
+                _read_range(reader, flat, SHOWN, flat.own, older[flat])
+    for name, buffer in buffers_of(runtime):
+        target = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+        entry = reader.index.places[name, BUFFER][0].entry
+        reader.read(name, BUFFER, entry.region, target)
+        buffer.data.copy_(target.view(buffer.shape))
+    return older
+
+
+def _fill_values(reader: Reader, flat: Flat) -> None:
+    if not flat.trainable:
+        _read_range(reader, flat, VALUE, flat.kept, flat.kept_values())
+        return
+    if flat.host is None:
+        _read_range(reader, flat, VALUE, flat.own, flat.own_values())
+        return
+    states = flat.host.states
+    values = torch.zeros(states.numel) if states.split else states.stored
+    _read_range(reader, flat, VALUE, flat.own, values)
+    flat.host.adopt(values)
+
+
+def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> None:
+    index = reader.index
+    for piece in flat.pieces:
+        name = name_of(flat.layout.slots[piece.slot].name)
+        region = region_of(flat, piece.slot, piece.start, piece.start + piece.tensor.numel())
+        moments = [kind for kind in index.kinds[name] if kind not in (VALUE, SHOWN)]
+        for kind in moments:
+            dtype = index.places[name, kind][0].entry.dtype
+            target = optimizer.room_for_state(flat, piece, kind, dtype)
+            if target is None:
+                raise CheckpointError(f"{index.folder} has {kind!r} of {name!r}, which the host's optimizer has not")
+            reader.read(name, kind, region, target)
+        scalars = decode(index.scalars.get(name, {}), f"the state of {name!r}", _no_tensor)
+        optimizer.take_scalars(flat, piece, scalars, moments=bool(moments))
+
+
+def _read_range(reader: Reader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
+    for piece in flat.layout.pieces(part):
+        name = name_of(flat.layout.slots[piece.slot].name)
+        region = region_of(flat, piece.slot, piece.start, piece.stop)
+        reader.read(name, kind, region, target[piece.offset : piece.offset + piece.numel])
+
+
+def _publish(runtime: Runtime, older: dict[Flat, Tensor]) -> None:
+    """Shows the loaded parameters: those that the next step runs on."""
+    for flat in _flats(runtime):
+        if flat not in older:
+            flat.publish()
+            continue
+        assert flat.host is not None
+        newest = flat.host.master().clone()
+        flat.host.adopt(older[flat])
+        flat.publish()
+        flat.wait_if_whole()
+        flat.host.hold(newest)
+
+
+def _is_held(index: Index, flat: Flat) -> bool:
+    return any((name_of(slot.name), SHOWN) in index.places for slot in flat.layout.slots)
+
+
+def _flats(runtime: Runtime) -> Iterable[Flat]:
+    return [flat for unit in runtime.units for flat in unit.flats]
+
+
+# -- all else ---------------------------------------------------------------------------------------------------------
+
+
+def _load_settings(optimizer: ShardedOptimizer, shared: dict[str, Any]) -> None:
+    for mine, theirs in zip(optimizer.param_groups, shared["groups"], strict=True):
+        mine.update({key: value for key, value in theirs["settings"].items() if key not in HOW_TO_COMPUTE})
+    optimizer.load_progress(shared["progress"])
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise EncodingError(f"a state that belongs to a parameter as a whole is a large tensor {name!r}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:NAMES_IN_A_MESSAGE]))
+    more = len(names) - NAMES_IN_A_MESSAGE
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,154 @@
+"""``zeroshard.save``: one folder, written by all ranks, each what it has."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import compat
+from ..comm import Fabric
+from ..optimizer import ShardedOptimizer
+from ..runtime import Runtime, runtime_of
+from .background import Latest, Saving
+from .contents import Contents, collect
+from .folder import partial_of, prepare
+from .format import TOKEN, CheckpointError
+from .snapshot import Snapshots
+
+SEEN_WITHIN_SECONDS = 10.0
+"""How long a network file system may take to show a rank what another has written."""
+
+_latest: weakref.WeakKeyDictionary[Runtime, Latest] = weakref.WeakKeyDictionary()
+_snapshots: weakref.WeakKeyDictionary[Runtime, Snapshots] = weakref.WeakKeyDictionary()
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ShardedOptimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    extra: object = None,
+    *,
+    asynchronous: bool = False,
+    keep: int | None = None,
+) -> Saving:
+    """Writes a checkpoint of everything that training goes on from. Collective: call it on all ranks.
+
+    Args:
+        path: the checkpoint's folder, which all ranks must see. One that is there already is replaced, but not before
+            the new one is complete.
+        model: what ``shard()`` returned; its parameters, frozen ones too, and its buffers are saved.
+        optimizer: likewise: masters, states, steps, settings of its groups, loss scale. None saves the model alone.
+        scheduler: anything with ``state_dict()``; rank 0's is saved.
+        loader: the data's position, by anything with ``state_dict()``; every rank's is saved.
+        extra: numbers, strings, lists, tuples, dicts and tensors of your own, which ``load()`` returns; rank 0's.
+        asynchronous: copy to host memory, and write while training goes on. What goes wrong is raised by the next
+            ``save()``, or by ``wait()`` of what this returns; where host memory has no room, it blocks and says so.
+        keep: of the complete checkpoints in the folder that ``path`` is in, leave this many of the newest.
+
+    >>> import tempfile, zeroshard
+    >>> model = torch.nn.Linear(4, 2)
+    >>> model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
+    >>> folder = tempfile.mkdtemp() + "/step-1"
+    >>> _ = zeroshard.save(folder, model, optimizer, extra={"epoch": 3})
+    >>> zeroshard.load(folder, model, optimizer)
+    {'epoch': 3}
+    """
+    runtime = runtime_of(model)
+    fabric = runtime.fabric
+    target = Path(path).absolute()
+    latest = _latest.setdefault(runtime, Latest())
+    latest.wait(lambda text: _say(fabric, text))
+    with compat.label("zeroshard.save"), torch.no_grad():
+        contents, problem = None, None
+        try:
+            check_optimizer(runtime, optimizer, "save")
+            if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+                raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
+            contents = collect(runtime, optimizer, scheduler=scheduler, loader=loader, extra=extra)
+        except Exception as error:
+            problem = error
+        agree(fabric, problem)
+        assert contents is not None
+        token = _open_folder(target, fabric)
+        if asynchronous:
+            contents, asynchronous = _snapshot(runtime, contents)
+        elif fabric.device.type == "cuda":
+            torch.cuda.synchronize(fabric.device)  # another thread reads what is written now
+        steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
+        saving = Saving(target, fabric, token, contents, steps=steps, keep=keep)
+        del contents
+        if asynchronous:
+            latest.begin(saving)
+        else:
+            saving.wait()
+    return saving
+
+
+def _snapshot(runtime: Runtime, contents: Contents) -> tuple[Contents, bool]:
+    snapshots = _snapshots.setdefault(runtime, Snapshots(runtime.fabric))
+    lacking = snapshots.room_for(contents)
+    if lacking is not None:
+        _say(runtime.fabric, f"zeroshard: {lacking}, so this save blocks")
+        if runtime.fabric.device.type == "cuda":
+            torch.cuda.synchronize(runtime.fabric.device)
+        return contents, False
+    return snapshots.take(contents), True
+
+
+def check_optimizer(runtime: Runtime, optimizer: object, what: str) -> None:
+    """The optimizer must be this model's."""
+    if optimizer is not None and optimizer is not runtime.optimizer:
+        raise ValueError(f"{what}(): this optimizer is not the model's; pass both as zeroshard.shard() returned them")
+
+
+def agree(fabric: Fabric, problem: BaseException | None) -> None:
+    """Raises on all ranks what went wrong on any: one that left alone would keep the others waiting."""
+    told = fabric.gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise CheckpointError(f"rank {rank} failed: {text}")
+
+
+def _open_folder(path: Path, fabric: Fabric) -> str:
+    """An empty folder that all ranks see, and a name for what will be written there."""
+    token, problem = secrets.token_hex(8), None
+    if fabric.rank == 0:
+        try:
+            (prepare(path) / TOKEN).write_text(token)
+        except OSError as error:
+            problem = CheckpointError(f"{path} cannot be written: {error}")
+    agree(fabric, problem)
+    token = str(fabric.gather_objects(token)[0])
+    deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+    while not (seen := _sees(path, token)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    blind = [rank for rank, sees in enumerate(fabric.gather_objects(seen)) if not sees]
+    if blind:
+        raise CheckpointError(
+            f"rank {', '.join(map(str, blind))} cannot see {partial_of(path)} as rank 0 wrote it; all ranks must "
+            "save to one folder, on a file system that every node has mounted at the same place"
+        )
+    return token
+
+
+def _sees(path: Path, token: str) -> bool:
+    try:
+        return (partial_of(path) / TOKEN).read_text() == token
+    except OSError:
+        return False
+
+
+def _say(fabric: Fabric, text: str) -> None:
+    if fabric.rank == 0:
+        print(text, flush=True)
