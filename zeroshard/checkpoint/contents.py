@@ -48,12 +48,18 @@ def name_of(name: str) -> str:
 
 def region_of(flat: Flat, slot: int, start: int, stop: int) -> Region:
     """Which elements of a parameter a range of its slot holds."""
-    return Region(whole_box(flat.layout.slots[slot].shape), start, stop)
+    place = flat.layout.slots[slot]
+    if place.box is None:
+        return Region(whole_box(place.shape), start, stop)
+    box = tuple((low, low + size) for low, size in zip(place.box.offsets, place.shape, strict=True))
+    return Region(box, start, stop)
 
 
 def written_range(flat: Flat, fabric: Fabric) -> Range:
-    """The range of a flat that this rank writes: its shard, or its share of it where replicas have the same."""
+    """The range of a flat that this rank writes: its shard, or its share of it where other ranks have the same."""
     shard, replicas, mine = flat.shard_range, fabric.between.world, fabric.between.rank
+    if not flat.divided:  # then every rank of tensor parallelism has it
+        replicas, mine = replicas * fabric.model.world, mine * fabric.model.world + fabric.model.rank
     return Range(
         shard.start + shard.numel * mine // replicas,
         shard.start + shard.numel * (mine + 1) // replicas,
@@ -148,7 +154,7 @@ def _scalars(flat: Flat, optimizer: ShardedOptimizer, keep: Callable[[Tensor], s
 def _held(flat: Flat, piece: Piece, kind: str, dtype: torch.dtype, read: Callable[[], Tensor]) -> Held:
     slot = flat.layout.slots[piece.slot]
     region = region_of(flat, piece.slot, piece.start, piece.stop)
-    return Held(name_of(slot.name), kind, slot.shape, region, dtype, read)
+    return Held(name_of(slot.name), kind, slot.whole_shape, region, dtype, read)
 
 
 def _whole(name: str, kind: str, tensor: Tensor) -> Held:
