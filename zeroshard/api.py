@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import compat, guards, machine, parallel
-from .comm import DisagreementError, Fabric
+from .comm import DisagreementError, Fabric, start_process_group
 from .config import Config
 from .observe.ledger import Stats
 from .offload.rules import check_has_kernel
@@ -49,7 +48,7 @@ def shard(
     else:
         _check_optimizer(model, optimizer, config)
     device = _choose_device(model, config)
-    _start_process_group(device)
+    start_process_group(device)
     dtypes = {config.precision.parameters or parameter.dtype for parameter in model.parameters()}
     if device.type == "cpu" and torch.bfloat16 in dtypes:
         message = machine.ensure_bf16_matmul()
@@ -221,14 +220,6 @@ def _choose_device(model: nn.Module, config: Config) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def _start_process_group(device: torch.device) -> None:
-    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
 
 
 def _consult_plan(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric) -> Config:

@@ -11,6 +11,7 @@ reduce-scatter allocate a whole extra buffer and take 2-3 times as long), or the
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 import zlib
@@ -434,6 +435,15 @@ class Fabric:
             if time.monotonic() > deadline:
                 raise StallError(self.explain_stall("the agreement on gradients"))
             time.sleep(POLL_SECONDS)
+
+
+def start_process_group(device: torch.device) -> None:
+    """Starts one with the device's backend, if there is none yet and torchrun's environment says who we are."""
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
 
 
 def _backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:

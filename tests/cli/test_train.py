@@ -266,3 +266,39 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "zeroshard train: rank 1 failed: killed from outside (SIGKILL)" in told
+
+
+def test_tensor_parallel_ranks_train_one_model_and_learn_the_same(tmp_path: Path) -> None:
+    losses = []
+    for ranks, degree in ((1, 1), (2, 2)):
+        done = train(
+            "--ranks",
+            str(ranks),
+            "--tensor-parallel",
+            str(degree),
+            "--steps",
+            "6",
+            "--out",
+            str(tmp_path / str(degree)),
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append(held_out_losses(done.stdout))
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert "1 × 2 ranks" in done.stdout
+    alone, divided = (load_file(tmp_path / degree / "model.safetensors") for degree in ("1", "2"))
+    assert {name: value.shape for name, value in alone.items()} == {n: value.shape for n, value in divided.items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "3", "--tensor-parallel", "2"], "--tensor-parallel 2 does not divide the 3 rank(s)"),
+        (["--ranks", "3", "--tensor-parallel", "3"], "train.tensor_parallel: must divide model.heads = 2, is 3"),
+        (["--tensor-parallel", "0"], "train.tensor_parallel: must be at least 1, is 0"),
+    ],
+)
+def test_a_degree_that_divides_nothing_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "tiny", "--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -38,6 +38,7 @@ EXAMPLES = """\
 examples:
   zeroshard train                                  the default: 10M parameters, about two minutes on two cores
   zeroshard train --stage 1 --steps 50             another stage, fewer steps
+  zeroshard train --ranks 4 --tensor-parallel 2    two ranks divide the matrices, two replicas the states
   zeroshard train --offload cpu                    gradients and optimizer states in host memory
   zeroshard train --offload cpu --trace step.json  and a timeline of three steps, for ui.perfetto.dev
   zeroshard train my.toml --set train.lr=3e-4      a configuration of your own, one value changed
@@ -81,6 +82,13 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--device", choices=DEVICES, help="auto takes the GPUs where there are some")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="M",
+        help="ranks that divide the model's matrices among them; must divide ranks and heads; short for "
+        "--set train.tensor_parallel=M",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -113,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         job = load_job(arguments.config, _overrides(arguments))
         device = resolve_device(job.train.device)
         ranks, nodes = _ranks(arguments.ranks, device), _nodes(arguments)
+        _check_tensor_parallel(job, int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks * nodes.nnodes)
         _check_trace(arguments.trace, job)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":  # said once, however many ranks notice
@@ -143,6 +152,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
         "shard.precision": arguments.precision,
         "train.device": arguments.device,
         "train.steps": arguments.steps,
+        "train.tensor_parallel": arguments.tensor_parallel,
     }
     given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
     if arguments.offload is not None:
@@ -162,6 +172,12 @@ def _ranks(asked: int | None, device: str) -> int:
     if asked is not None and asked > gpus:
         raise ValueError(f"--ranks {asked}: this machine has {gpus} GPU(s), and each rank needs its own")
     return asked or gpus
+
+
+def _check_tensor_parallel(job: Job, ranks: int) -> None:
+    degree = job.train.tensor_parallel
+    if ranks % degree:
+        raise ValueError(f"--tensor-parallel {degree} does not divide the {ranks} rank(s); change it, or --ranks")
 
 
 def _check_trace(file: Path | None, job: Job) -> None:

@@ -54,7 +54,7 @@ class Stats:
     volume_between: Mapping[str, Traffic]
     """With a mesh, what moved between replicas; ``volume`` is then what moved inside them."""
     parameters: int
-    """Ψ: the elements of all parameters."""
+    """Ψ: the elements of all parameters; with tensor parallelism, of this rank's parts of them."""
     padded_parameters: int
     """Ψ as it is communicated: the elements of all flats, padding included."""
     kept_parameters: int

@@ -21,6 +21,7 @@ from ..config import DTYPES, Config, Offload
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
 from ..offload.rules import check_has_kernel
+from ..parallel import local, mesh_of
 from .activations import Activations
 from .budget import KINDS, DeviceMemory, Traced
 from .choice import Row, Variant, recommend, shard_options, variants
@@ -55,7 +56,7 @@ def room_of(model: nn.Module, device: torch.device, local_ranks: int) -> Room:
     if device.type != "cuda":
         share = facts.usable_memory() // local_ranks
         return Room(share, share, local_ranks, title, on_cpu=True)
-    held = sum(parameter.nbytes for parameter in model.parameters() if parameter.device == device)
+    held = sum(local(parameter).nbytes for parameter in model.parameters() if parameter.device == device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0]
     return Room(free + cached + held, facts.available_memory() // local_ranks, local_ranks, title)
@@ -267,6 +268,8 @@ def _known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Tran
     plain = Traced(type(model).__name__, units, buffers, Activations(0, nothing, 0, nothing, nothing))
     if config.example is None:
         return plain, None, "which depend on the batch (pass example=, one micro-batch, to count them too)"
+    if mesh_of(model) is not None:
+        return plain, None, "which are not traced for a model with tensor parallelism"
     if setup.precision not in DTYPES:
         return plain, None, f"which are not traced in {setup.precision}"
     try:

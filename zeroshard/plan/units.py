@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..layout import ALIGNMENT, divide_into_flats, find_units, round_up
+from ..parallel import divided, local_numel
 from .shape import Setup, Transformer
 
 
@@ -54,18 +55,20 @@ def module_units(
 ) -> tuple[UnitShape, ...]:
     """Those that ``shard()`` makes of a model, the root first. ``width`` is the bytes of a parameter, if all are cast.
 
-    ``chosen`` are modules that the user names as units.
+    ``chosen`` are modules that the user names as units. Of a model with tensor parallelism, those of this rank's part.
 
     >>> [unit.numel(world=2) for unit in module_units(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, 1 << 30)]
     [0, 128, 128]
     """
-    specs = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=width)
+    specs = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=width, numel=local_numel)
     return tuple(
         UnitShape(
             block,
             tuple(
-                FlatShape.of([parameter.numel() for _, parameter in members], members[0][1].requires_grad)
-                for members in divide_into_flats(spec.parameters, max_unit_bytes, width)
+                FlatShape.of([local_numel(parameter) for _, parameter in members], members[0][1].requires_grad)
+                for members in divide_into_flats(
+                    spec.parameters, max_unit_bytes, width, numel=local_numel, divided=divided
+                )
             ),
         )
         for block, spec in enumerate(specs)

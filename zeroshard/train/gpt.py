@@ -84,17 +84,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden)
         self.out = Linear(config.hidden, config.hidden, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden], as the result
         """Mix each position with those before it."""
-        batch, sequence, hidden = x.shape
-        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each [batch, heads, sequence, hidden / heads]
+        batch, sequence, _ = x.shape
+        # Head by head its query, key and value, so that tensor parallelism, which divides the rows, divides heads.
+        qkv = self.qkv(x).view(batch, sequence, -1, 3, self.head_width)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind()  # each [batch, heads, sequence, hidden / heads]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
+        projected: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))
         return projected
 
 
@@ -129,6 +130,14 @@ class Block(nn.Module):
         return x
 
 
+class TiedHead(nn.Module):
+    """The transposed token embedding: no parameter of its own, but a module, which can be hooked by itself."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:  # [batch, sequence, hidden], [vocabulary, hidden]
+        """Return the logits."""
+        return F.linear(x, weight)
+
+
 class GPT(nn.Module):
     """Token and position embeddings, blocks, a final norm and a head.
 
@@ -144,7 +153,7 @@ class GPT(nn.Module):
         self.positions = Embedding(config.sequence, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
-        self.head = None if config.tied else Linear(config.hidden, config.vocabulary, bias=False)
+        self.head = TiedHead() if config.tied else Linear(config.hidden, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the next token at every position.
@@ -164,7 +173,7 @@ class GPT(nn.Module):
             else:
                 x = block(x)
         x = self.norm(x)
-        logits: Tensor = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
+        logits: Tensor = self.head(x, self.tokens.weight) if self.config.tied else self.head(x)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # a 16-bit softmax loses the tail

@@ -52,6 +52,8 @@ class TrainConfig:
     """Bytes of text to sample from the saved weights; 0 for none."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto` for the GPUs where there are some."""
+    tensor_parallel: int = 1
+    """Ranks that share each replica of the model: they divide its matrices, and see the same batches."""
 
     def problems(self) -> list[tuple[str, str]]:
         """Return (key, what is wrong with it) for every value that makes no training run."""
@@ -66,6 +68,7 @@ class TrainConfig:
                 "sample": 0,
                 "seed": 0,
                 "weight_decay": 0,
+                "tensor_parallel": 1,
             }.items()
             if (value := getattr(self, key)) < least
         ]
@@ -130,6 +133,8 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
     train = _read_table(TrainConfig, tables, "train", problems)
     shard = {"precision": _default_precision(train.device), **_mapping(tables, "shard", problems)}
     problems += shard_config.problems(shard, "shard")
+    if train.tensor_parallel > 1 and model.heads % train.tensor_parallel:
+        problems.append(f"train.tensor_parallel: must divide model.heads = {model.heads}, is {train.tensor_parallel}")
     if "device" in shard:
         problems.append("shard.device: every rank has its own here; say train.device = 'cpu' or 'cuda'")
     if problems:

@@ -91,13 +91,16 @@ class Journal:
             )
         )
 
-    def outcome(self, *, stage: int, world: int, precision: str, offloaded: Offloaded | None) -> Outcome:
+    def outcome(
+        self, *, stage: int, world: int, precision: str, offloaded: Offloaded | None, tensor_parallel: int = 1
+    ) -> Outcome:
         """Return what the closing table shows."""
         assert self.stats is not None, "the first step has a report"
         return Outcome(
             parameters=self.stats.parameters,
             stage=stage,
             world=world,
+            tensor_parallel=tensor_parallel,
             precision=precision,
             measured=_at_step(self.stats),
             offloaded=offloaded,

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
+from zeroshard.comm import start_process_group
 from zeroshard.machine import usable_cores
 from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT, sample
@@ -18,6 +20,7 @@ from zeroshard.train.journal import Journal
 from zeroshard.train.observer import Observer
 from zeroshard.train.progress import rank_zero_console, say
 from zeroshard.train.summary import closing_table
+from zeroshard.train.tensor_parallel import parallelise
 from zeroshard.train.weights import load_weights, save_weights
 
 PROMPT = b"import "
@@ -31,15 +34,27 @@ class Rank:
     rank: int
     world: int
     device: torch.device
+    tensor_parallel: int = 1
+    """Ranks that see the same batches, one after the other."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data is this rank's."""
+        return self.rank // self.tensor_parallel
+
+    @property
+    def data_ranks(self) -> int:
+        """Return into how many parts the data is divided."""
+        return self.world // self.tensor_parallel
 
     @classmethod
-    def from_environment(cls, device: str) -> "Rank":
+    def from_environment(cls, device: str, tensor_parallel: int = 1) -> "Rank":
         """Read torchrun's variables; `device` is a job's `train.device`."""
         chosen = torch.device("cpu")
         if resolve_device(device) == "cuda":
             chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(chosen)
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen)
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen, tensor_parallel)
 
     def mean(self, value: Tensor) -> float:
         """Return the mean of a scalar over all ranks; every rank calls this."""
@@ -51,14 +66,19 @@ class Rank:
 
 def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
     """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this; rank 0 is traced."""
-    here = Rank.from_environment(job.train.device)
+    here = Rank.from_environment(job.train.device, job.train.tensor_parallel)
     console = rank_zero_console(here.rank)
     corpus = Corpus.read(job.data)
     say(console, _headline(job, here, corpus))
 
     torch.manual_seed(job.train.seed)
     with torch.device("meta"):  # never whole anywhere: shard() initialises it unit by unit
-        model: nn.Module = GPT(job.model)
+        gpt = GPT(job.model)
+    if here.tensor_parallel > 1:
+        start_process_group(here.device)
+        ranks = (here.data_ranks, here.tensor_parallel)
+        parallelise(gpt, init_device_mesh(here.device.type, ranks, mesh_dim_names=("data", "model"))["model"])
+    model: nn.Module = gpt
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         parameter_groups(model, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95)
     )
@@ -69,11 +89,12 @@ def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
         optimizer, lambda step: lr_share(step, job.train.steps, round(job.train.warmup * job.train.steps))
     )
 
+    tokens = here.data_ranks * job.train.batch * job.model.sequence
     observer = Observer(model, job.train, trace_file if here.rank == 0 else None)
-    with observer, Journal(job.train.steps, here.world * job.train.batch * job.model.sequence, console) as journal:
+    with observer, Journal(job.train.steps, tokens, console) as journal:
         journal.evaluated(0, evaluate(model, job, corpus, here))
         for step in range(1, job.train.steps + 1):
-            batch = corpus.training_batch(seed=job.train.seed, step=step, rank=here.rank, **shape).to(here.device)
+            batch = corpus.training_batch(seed=job.train.seed, step=step, rank=here.data_rank, **shape).to(here.device)
             observer.begin(step)
             loss = model(batch.tokens, batch.targets)
             loss.backward()
@@ -106,7 +127,13 @@ def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
         say(console, traced)
     say(console, f"saved {save_weights(out, job.model, weights)}")
     say(console, _sampled_text(job, out, here.device))
-    outcome = journal.outcome(stage=stage, world=here.world, precision=job.precision, offloaded=offloaded)
+    outcome = journal.outcome(
+        stage=stage,
+        world=here.data_ranks,
+        tensor_parallel=here.tensor_parallel,
+        precision=job.precision,
+        offloaded=offloaded,
+    )
     console.print(closing_table(outcome))
 
 
@@ -140,8 +167,8 @@ def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
         batches=job.train.evaluate_batches,
         batch=job.train.batch,
         sequence=job.model.sequence,
-        rank=here.rank,
-        ranks=here.world,
+        rank=here.data_rank,
+        ranks=here.data_ranks,
     ):
         batch = batch.to(here.device)
         total += model(batch.tokens, batch.targets)
@@ -167,8 +194,10 @@ def _headline(job: Job, here: Rank, corpus: Corpus) -> str:
     kind = "GPU" if here.device.type == "cuda" else "CPU"
     offload = job.shard.get("offload")
     offload = "" if offload is None else f", offload {offload if isinstance(offload, str) else 'cpu'}"
+    if here.tensor_parallel > 1:
+        offload += f", tensor parallel {here.tensor_parallel}"
     return (
-        f"{job.name}: {job.model.parameters / 1e6:,.1f}M parameters, {job.train.steps} steps of {here.world} × "
+        f"{job.name}: {job.model.parameters / 1e6:,.1f}M parameters, {job.train.steps} steps of {here.data_ranks} × "
         f"{job.train.batch} × {job.model.sequence} bytes, {job.precision}{offload}, {here.world} {kind} rank(s)\n"
         f"corpus: {corpus.files:,} files, {len(corpus.training) / 1e6:.1f} MB to train on, "
         f"{len(corpus.held_out) / 1e6:.1f} MB held out"

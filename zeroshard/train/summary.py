@@ -49,9 +49,11 @@ class Outcome:
     """What a run measured."""
 
     parameters: int
-    """Ψ."""
+    """Ψ; with tensor parallelism, of this rank's part of the model."""
     stage: int
     world: int
+    """Data-parallel ranks."""
+    tensor_parallel: int = 1
     precision: str
     measured: StateBytes
     """Between the last backward and its step."""
@@ -72,9 +74,12 @@ class Outcome:
 def closing_table(outcome: Outcome) -> Table:
     """Lay out a run's outcome for a terminal."""
     offload = "" if outcome.offloaded is None else "offload cpu · "
+    ranks, part = str(outcome.world), ""
+    if outcome.tensor_parallel > 1:
+        ranks, part = f"{outcome.world} × {outcome.tensor_parallel}", " a tensor-parallel rank"
     table = Table(
-        title=f"stage {outcome.stage} · {outcome.world} ranks · {outcome.precision} · {offload}"
-        f"Ψ = {outcome.parameters / 1e6:,.1f}M parameters",
+        title=f"stage {outcome.stage} · {ranks} ranks · {outcome.precision} · {offload}"
+        f"Ψ = {outcome.parameters / 1e6:,.1f}M parameters{part}",
         title_justify="left",
         caption_justify="left",
     )
