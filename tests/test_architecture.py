@@ -23,6 +23,7 @@ LAYERS = [
     {"runtime"},
     {"optimizer"},
     {"hosted", "schedule"},
+    {"nonfinite"},
     {"materialise", "observe.ledger", "precision"},
     {"reducer", "weights", "offload.place"},
     {"unit"},

@@ -6,6 +6,7 @@ from .checkpoint.load import load
 from .checkpoint.save import save
 from .comm import DisagreementError, StallError, Traffic
 from .config import Config, LossScale, Offload, Precision
+from .nonfinite import NonFiniteError
 from .observe.ledger import Memory, Stats
 from .observe.trace import Trace, trace
 from .offload.worker import OffloadError
@@ -19,6 +20,7 @@ __all__ = [
     "DisagreementError",
     "LossScale",
     "Memory",
+    "NonFiniteError",
     "Offload",
     "OffloadError",
     "Precision",

@@ -7,7 +7,7 @@ whose buffers are constants pays nothing.
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from . import compat, parallel
 from .comm import Fabric
@@ -19,6 +19,7 @@ class Buffers:
     def __init__(self, model: nn.Module, fabric: Fabric) -> None:
         self._model, self._fabric = model, fabric
         self._seen: list[tuple[int, int]] = []
+        self._kept: dict[int, tuple[Tensor | None, int]] = {}
         self.differ = False
         """Some rank wrote to a buffer, as the ranks agreed."""
         self.look()
@@ -28,6 +29,20 @@ class Buffers:
         before = self._seen
         self._seen = [(id(buffer), compat.version(buffer)) for buffer in self._model.buffers()]
         return self._seen != before
+
+    def remember(self) -> None:
+        """Keeps a copy of every buffer that was written or replaced since the last time, to go back to."""
+        for buffer in self._model.buffers():
+            version = compat.version(buffer)
+            if self._kept.get(id(buffer), (None, -1))[1] != version:
+                self._kept[id(buffer)] = (buffer.detach().clone(), version)
+
+    def recall(self) -> None:
+        """Goes back to what was remembered."""
+        for buffer in self._model.buffers():
+            copy, version = self._kept.get(id(buffer), (None, -1))
+            if copy is not None and compat.version(buffer) != version and copy.shape == buffer.shape:
+                buffer.data.copy_(copy)
 
     def follow_rank_zero(self) -> None:
         """Takes rank 0's values where the ranks agreed that they differ."""

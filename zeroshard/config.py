@@ -356,6 +356,12 @@ class Config:
 
     ``math.inf`` reports it and clips nothing.
     """
+    on_nonfinite: Literal["skip", "stop", "raise"] | None = None
+    """What a step does whose loss or gradients are NaN or infinite; its unit is named, and it never enters the states.
+
+    "skip" warns and leaves it out; "stop" also sets ``stats(model).stop_reason``, and later steps are refused; "raise"
+    raises ``zeroshard.NonFiniteError`` on all ranks. None does not look. Looking makes ``step()`` wait for the device.
+    """
     units: tuple[str | type[nn.Module], ...] | None = None
     """Modules (names, wildcards allowed, or classes) that form units; by default the repeated blocks are found."""
     max_unit_bytes: int = 1 << 30
@@ -406,6 +412,13 @@ class Config:
             object.__setattr__(self, "offload", Offload.parse(self.offload))
             assert self.offload is not None
             self.offload.check_against(self.precision, self.stage, self.clip_grad_norm)
+        if self.on_nonfinite not in (None, "skip", "stop", "raise"):
+            raise ValueError(f'on_nonfinite={self.on_nonfinite!r} must be "skip", "stop", "raise" or None')
+        if self.on_nonfinite is not None and self.offload is not None and self.offload.update_in_backward:
+            raise ValueError(
+                f"on_nonfinite={self.on_nonfinite!r} looks at all gradients before any is used, and "
+                "offload.update_in_backward uses each as it comes; leave one of them out"
+            )
         _require_positive("stall_timeout", self.stall_timeout)
         if self.stall_timeout > LONGEST_STALL:
             raise ValueError(f"stall_timeout={self.stall_timeout!r} must be at most {LONGEST_STALL:g} seconds, a year")

@@ -21,6 +21,7 @@ from .bounds import FIRST_ELEMENTS, UPDATE_ELEMENTS
 from .comm import Fabric
 from .config import Config
 from .hosted import HostUpdate, missing_gradient
+from .nonfinite import Faults
 from .offload.pipeline import Pipeline
 from .precision import LossScaler, clip_factor, global_norm
 from .reducer import Reducer, gradient_of
@@ -87,11 +88,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         schedule: Schedule,
         scaler: LossScaler | None,
         pipeline: Pipeline | None,
+        faults: Faults,
         before_step: Callable[[], None],
         after_step: Callable[[], None],
     ) -> None:
         self._fabric, self._reducer, self._schedule, self._scaler = fabric, reducer, schedule, scaler
         self._max_norm = config.clip_grad_norm
+        self._faults = faults
         self._flats = flats
         self._before_step, self._after_step = before_step, after_step
         self._clipped = False
@@ -99,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Global gradient norm before clipping, of the last step that computed it; on the device."""
         self.steps = 0
         self.skipped_steps = 0
-        """Steps left out because fp16 gradients overflowed."""
+        """Steps left out because fp16 gradients overflowed, or because of ``on_nonfinite``."""
         self._complete = False
         super().__init__(original.param_groups, original.defaults)
         # The list and the dicts in it are the original's, so schedulers built on either handle steer this one.
@@ -154,6 +157,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._host.finish()
         for flat in self._flats:
             flat.check_unwritten()
+        self._faults.check_not_stopped()
         self._agree()
         self._before_step()
         self.steps += 1
@@ -173,6 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._schedule.forget_calls()
         compat.mark_stepped(self._original)
         self._after_step()
+        self._faults.act()
         return loss
 
     @torch.no_grad()
@@ -216,9 +221,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _prepare_gradients(self) -> bool:
         """Clips and unscales, which waits for the device only with loss scaling; False if they overflowed."""
-        if self._max_norm is None and self._scaler is None:
+        if self._max_norm is None and self._scaler is None and not self._faults.watching:
             return True
         norm = self._norm()
+        if self._faults.watching:
+            curable = self._scaler is not None and self._scaler.can_be_lowered
+            if self._faults.found(self.steps, norm, self._reducer.order, curable):
+                return False
         factor: Tensor | None = None
         if self._scaler is not None:
             scale = self._scaler.scale

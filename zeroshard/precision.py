@@ -84,6 +84,11 @@ class LossScaler:
         """Goes on from what ``state`` gave."""
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
 
+    @property
+    def can_be_lowered(self) -> bool:
+        """Whether an overflow may be due to the scale."""
+        return self.scale > self._config.minimum
+
     def update(self, overflowed: bool) -> None:
         if overflowed:
             self.scale = max(self.scale / self._config.factor, self._config.minimum)
@@ -121,6 +126,18 @@ def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
             norms = norms * torch.stack([one if (f := factors[flat]) is None else f for flat in ordered])
         mine = norms.square().sum()
     return fabric.sum_in_order(mine).sqrt()
+
+
+def local_norms(flats: list[Flat]) -> list[Tensor]:
+    """The norm of each flat's averaged gradient, of the part on this rank; of those that have one."""
+    found = []
+    for flat in flats:
+        part = gradient_of(flat).part(flat.shard_range)
+        if part is not None:
+            found += compat.norms([part[0]], torch.float64)
+        elif (on_host := gradient_of(flat).host_norm()) is not None:
+            found.append(on_host[0])
+    return found
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

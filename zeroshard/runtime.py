@@ -16,6 +16,7 @@ from .config import Config, state_table
 from .hook import NotCopyable
 from .layout import find_units
 from .materialise import adopt_values
+from .nonfinite import Faults
 from .observe.ledger import Memory, Stats, measure, measure_host
 from .offload.place import place_on_host
 from .optimizer import ShardedOptimizer
@@ -78,8 +79,15 @@ class Runtime(NotCopyable):
         self._buffers = Buffers(model, fabric)
         self.reducer = Reducer(self.units, fabric, self._buffers, by_position=sharded_parameters)
         turns.order = self.reducer.publishing_order
+        self.faults = Faults(config.on_nonfinite, fabric, self._buffers)
         self.schedule = Schedule(
-            model, self.units, table=self.table, config=config, reducer=self.reducer, scaler=self.scaler
+            model,
+            self.units,
+            table=self.table,
+            config=config,
+            reducer=self.reducer,
+            scaler=self.scaler,
+            faults=self.faults,
         )
         if optimizer is not None:
             self.optimizer = ShardedOptimizer(
@@ -91,6 +99,7 @@ class Runtime(NotCopyable):
                 schedule=self.schedule,
                 scaler=self.scaler,
                 pipeline=self.pipeline,
+                faults=self.faults,
                 before_step=self._before_step,
                 after_step=self._after_step,
             )
@@ -176,6 +185,7 @@ class Runtime(NotCopyable):
             steps=0 if optimizer is None else optimizer.steps,
             skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
             loss_scale=None if self.scaler is None else self.scaler.scale,
+            stop_reason=self.faults.stop_reason,
         )
 
     def _measure(self) -> Memory:

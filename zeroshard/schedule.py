@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from . import compat, parallel
 from .config import Config, Extent, Place, StateTable
 from .hook import Hook
+from .nonfinite import Faults
 from .observe import trace
 from .precision import LossScaler, cast_floating, map_tensors, tensors_in
 from .reducer import Reducer, gradient_of
@@ -74,7 +75,9 @@ class Schedule:
         config: Config,
         reducer: Reducer,
         scaler: LossScaler | None,
+        faults: Faults,
     ) -> None:
+        self._faults = faults
         self._root, self._units = units[0], units
         self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.trainable]
         self._sharded = table.parameters.extent is Extent.SHARD
@@ -208,6 +211,8 @@ class Schedule:
         for gradient in self._reducer.gradients:
             gradient.hide()
             gradient.show()
+        if not any(any(gradient.used) for gradient in self._reducer.gradients):
+            self._faults.begin()
         self._open.clear()
         self._turning.clear()
         # Asked once, at the model: a block under reentrant checkpointing runs its first forward without gradients.
@@ -237,6 +242,7 @@ class Schedule:
         blind = False
         if not compat.in_backward() and unit in self._open:
             self._open.remove(unit)
+            self._faults.look_at(unit, output)
             trace.phase(f"forward {self._root.title}")
         if torch.is_grad_enabled():
             hook = self._before_backward_hooks[unit]
@@ -254,6 +260,7 @@ class Schedule:
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not compat.in_backward():
             trace.phase(f"loss of {type(model).__name__}")
+            self._faults.look_at(self._root, output)
             self._gather_what_others_wait_for()
             self._forward.end()
             if self._forward is self._training:

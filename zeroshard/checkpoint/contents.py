@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import parallel
 from ..comm import Fabric
 from ..guards import names_only
 from ..layout import Piece, Range
@@ -90,8 +91,8 @@ def collect(
     values: dict[str, Any] = {"random": encode(random_state.read(fabric.device), "the random state", keep)}
     if loader is not None:
         values["loader"] = encode(_state_dict(loader, "loader"), "loader", keep)
+    held += [_whole(name, BUFFER, buffer) for name, buffer in buffers_of(runtime) if writes_buffer(buffer, fabric)]
     if fabric.rank == 0:
-        held += [_whole(name, BUFFER, tensor) for name, tensor in buffers_of(runtime)]
         values |= {
             "world": fabric.world,
             "shared": encode(_shared(runtime, optimizer), "the optimizer's settings", keep),
@@ -158,10 +159,25 @@ def _held(flat: Flat, piece: Piece, kind: str, dtype: torch.dtype, read: Callabl
 
 
 def _whole(name: str, kind: str, tensor: Tensor) -> Held:
-    shape = tuple(tensor.shape)
-    return Held(
-        name, kind, shape, Region(whole_box(shape), 0, tensor.numel()), tensor.dtype, partial(_flattened, tensor)
-    )
+    """A tensor that is not in a flat: all that this rank has of it."""
+    read = partial(_flattened, parallel.local(tensor))
+    return Held(name, kind, tuple(tensor.shape), local_region(tensor), tensor.dtype, read)
+
+
+def local_region(tensor: Tensor) -> Region:
+    """Which elements of a tensor this rank has: all of them, unless it is a DTensor."""
+    part, box = parallel.local(tensor), parallel.box_of(tensor)
+    if box is None:
+        return Region(whole_box(tuple(tensor.shape)), 0, tensor.numel())
+    sides = tuple((low, low + size) for low, size in zip(box.offsets, part.shape, strict=True))
+    return Region(sides, 0, part.numel())
+
+
+def writes_buffer(buffer: Tensor, fabric: Fabric) -> bool:
+    """Buffers follow rank 0; where tensor parallelism divides one, the first rank that has a part of it."""
+    if parallel.divided(buffer):
+        return fabric.shard_rank == 0 and fabric.between.rank == 0
+    return fabric.rank == 0
 
 
 def _slice(values: Callable[[], Tensor], offset: int, piece: Piece) -> Tensor:

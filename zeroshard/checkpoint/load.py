@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import compat
+from .. import compat, parallel
 from ..comm import Fabric
 from ..layout import Range
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from ..unit import Flat
 from . import random_state
-from .contents import buffers_of, extra_states_of, name_of, region_of
+from .contents import buffers_of, extra_states_of, local_region, name_of, region_of
 from .folder import candidates
 from .format import BUFFER, SHOWN, VALUE, CheckpointError, Index, read_index
 from .read import Reader
@@ -258,10 +258,10 @@ def _fill(reader: Reader, runtime: Runtime, optimizer: ShardedOptimizer | None) 
                 older[flat] = torch.zeros(flat.own.numel)
                 _read_range(reader, flat, SHOWN, flat.own, older[flat])
     for name, buffer in buffers_of(runtime):
-        target = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-        entry = reader.index.places[name, BUFFER][0].entry
-        reader.read(name, BUFFER, entry.region, target)
-        buffer.data.copy_(target.view(buffer.shape))
+        part = parallel.local(buffer.data)
+        target = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
+        reader.read(name, BUFFER, local_region(buffer), target)
+        part.copy_(target.view(part.shape))
     return older
 
 

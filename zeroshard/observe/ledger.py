@@ -72,8 +72,10 @@ class Stats:
     """Global gradient norm before clipping, of the last step; None if nothing asked for it. Reading it waits."""
     steps: int
     skipped_steps: int
-    """Steps left out because fp16 gradients overflowed."""
+    """Steps left out because fp16 gradients overflowed, or because of ``on_nonfinite``."""
     loss_scale: float | None
+    stop_reason: str | None
+    """With ``on_nonfinite="stop"``: what was not finite, after which no step is made."""
 
     @property
     def volume_elements(self) -> int:

@@ -30,7 +30,8 @@ def place_on_host(
     options = config.offload
     if options is None:
         return None
-    norms = config.clip_grad_norm is not None or config.precision.loss_scale is not None
+    looked_at = (config.clip_grad_norm, config.precision.loss_scale, config.on_nonfinite)
+    norms = any(option is not None for option in looked_at)
     pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=_local_ranks(fabric))
     _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)
