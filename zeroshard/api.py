@@ -7,18 +7,21 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from . import compat, guards, machine, parallel
+from . import compat, guards, machine, parallel, shortage
 from .comm import DisagreementError, Fabric, start_process_group
 from .config import Config
 from .observe.ledger import Stats
 from .offload.rules import check_has_kernel
 from .optimizer import ShardedOptimizer, check_covers, check_elementwise
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
+
+if TYPE_CHECKING:
+    from .plan.foresee import Foresight
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,9 +59,10 @@ def shard(
             print(message)
     fabric = Fabric(device, config.stall_timeout, config.mesh, parallel.mesh_of(model))
     _check_same_everywhere(model, optimizer, config, fabric)
-    config = _consult_plan(model, optimizer, config, fabric)
+    config, foresight = _consult_plan(model, optimizer, config, fabric)
     runtime = Runtime(model, optimizer, config, fabric)
     guards.install(runtime)
+    shortage.install(runtime, foresight)
     if len(runtime.units) == 1 and fabric.world > 1 and fabric.rank == 0:
         warnings.warn(
             f"{type(model).__name__} has no repeated blocks, so it is one unit: nothing overlaps, and stage 3 gathers "
@@ -222,24 +226,28 @@ def _choose_device(model: nn.Module, config: Config) -> torch.device:
     return device
 
 
-def _consult_plan(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric) -> Config:
+def _consult_plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
+) -> tuple[Config, Foresight | None]:
     """Takes the stage and offload that were left to the plan, and warns of what cannot fit; alike on all ranks."""
     if any(compat.is_fake(parameter) for parameter in model.parameters()):  # a dry run, which takes no memory
         if config.stage == "auto" or config.chooses_offload:
             raise ValueError('"auto" asks what fits this machine, and a dry run without a device takes no memory')
-        return config
+        return config, None
     from .plan import foresee  # late, for it takes time and is needed once
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", fabric.world))
     room = foresee.least(fabric.gather_objects(foresee.room_of(model, fabric.device, local)))
-    advice = foresee.Foresight(model, optimizer, config, fabric.shards, room).advise()
+    foresight = foresee.Foresight(model, optimizer, config, fabric.shards, room)
+    advice = foresight.advise()
     if config.stage == "auto" or config.chooses_offload:
         advice = fabric.gather_objects(advice)[0]  # what is known of the machine may differ from node to node
     if fabric.rank == 0 and advice.chosen is not None:
         print(advice.chosen)
     if fabric.rank == 0 and advice.warning is not None:
         warnings.warn(advice.warning, stacklevel=3)
-    return replace(config, stage=advice.stage, offload=advice.offload)
+    foresight.config = replace(config, stage=advice.stage, offload=advice.offload, example=None)
+    return foresight.config, foresight
 
 
 def _check_same_everywhere(

@@ -44,6 +44,18 @@ def label(name: str) -> AbstractContextManager[Any]:
     return _UNLABELLED
 
 
+def watch_shortages(told: Callable[[int, int, int, int], None]) -> None:
+    """Calls ``told`` (device, bytes asked for, allocated, free) when a GPU's memory is out, before that is raised.
+
+    On whatever thread it happens, autograd's too, whose exceptions no hook sees. It stays for the process.
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        attach = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
+    if attach is not None:
+        attach(told)
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor was written in place, as autograd counts it."""
     return int(tensor._version)

@@ -91,12 +91,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         faults: Faults,
         before_step: Callable[[], None],
         after_step: Callable[[], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         self._fabric, self._reducer, self._schedule, self._scaler = fabric, reducer, schedule, scaler
         self._max_norm = config.clip_grad_norm
         self._faults = faults
         self._flats = flats
-        self._before_step, self._after_step = before_step, after_step
+        self._before_step, self._after_step, self._on_error = before_step, after_step, on_error
         self._clipped = False
         self.grad_norm: Tensor | None = None
         """Global gradient norm before clipping, of the last step that computed it; on the device."""
@@ -152,6 +153,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        try:
+            self._step()
+        except Exception as error:
+            self._on_error(error)
+            raise
+        return loss
+
+    def _step(self) -> None:
         self._schedule.check_nothing_held("step()")
         if self._host is not None:
             self._host.finish()
@@ -178,7 +187,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         compat.mark_stepped(self._original)
         self._after_step()
         self._faults.act()
-        return loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

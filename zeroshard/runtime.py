@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -71,6 +71,8 @@ class Runtime(NotCopyable):
         self.optimizer: ShardedOptimizer | None = None
         self.names_only = False
         """See ``guards.names_only``."""
+        self.on_error: Callable[[Exception], None] | None = None
+        """Told of what a step raises; see ``shortage``."""
 
         turns = Turns()
         self.pipeline = place_on_host(self.units, optimizer, config, fabric, turns)
@@ -102,6 +104,7 @@ class Runtime(NotCopyable):
                 faults=self.faults,
                 before_step=self._before_step,
                 after_step=self._after_step,
+                on_error=self._failed,
             )
         object.__setattr__(model, _ATTRIBUTE, self)
         _runtimes.add(self)
@@ -177,7 +180,7 @@ class Runtime(NotCopyable):
             parameters=sum(flat.layout.parameters for flat in flats),
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
-            memory=self._measure(),
+            memory=self.memory(),
             host_memory=None if self.pipeline is None else measure_host(self.pipeline),
             host_traffic=dict(self._host_traffic),
             memory_at_step=self._memory_at_step,
@@ -188,7 +191,8 @@ class Runtime(NotCopyable):
             stop_reason=self.faults.stop_reason,
         )
 
-    def _measure(self) -> Memory:
+    def memory(self) -> Memory:
+        """This rank's memory now, by kind."""
         return measure(self.model, self.units, self._optimizer_tensors())
 
     def _optimizer_tensors(self) -> list[Tensor]:
@@ -198,7 +202,11 @@ class Runtime(NotCopyable):
 
     def _before_step(self) -> None:
         self.placeholders.check()
-        self._memory_at_step = self._measure()
+        self._memory_at_step = self.memory()
+
+    def _failed(self, error: Exception) -> None:
+        if self.on_error is not None:
+            self.on_error(error)
 
     def _after_step(self) -> None:
         self._buffers.follow_rank_zero()

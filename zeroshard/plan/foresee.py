@@ -8,29 +8,23 @@ said.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import machine as facts
-from ..config import DTYPES, Config, Offload
+from ..config import Config, Offload
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
-from ..offload.rules import check_has_kernel
-from ..parallel import local, mesh_of
-from .activations import Activations
-from .budget import KINDS, DeviceMemory, Traced
+from ..parallel import local
+from .budget import KINDS, DeviceMemory
 from .choice import Row, Variant, recommend, shard_options, variants
 from .hardware import GB, Hardware, profile_of
-from .memory import STATES_SHARE, state_tensors
-from .models import describe
-from .shape import Setup, Transformer
-from .trace import trace
-from .units import module_units
+from .memory import STATES_SHARE
+from .module import has_kernel, known, setup_of, tokens_of
 
 SUGGESTED = 3
 """Settings that are named, at most, where what was asked for does not fit."""
@@ -88,17 +82,17 @@ class Foresight:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int, room: Room
     ) -> None:
         self.config, self.shards, self.room = config, shards, room
-        self._setup = _setup(model, optimizer, config, shards)
-        self._model, self._shape, self.activations = _known(model, config, self._setup)
+        self._setup = setup_of(model, optimizer, config, shards)
+        self._model, self._shape, self.activations = known(model, config, self._setup)
         if self._shape is not None:
-            batch, sequence = _tokens(config.example)
+            batch, sequence = tokens_of(config.example)
             self._setup = replace(self._setup, batch=batch, sequence=sequence)
-        self._offloads = optimizer is None or _has_kernel(optimizer)
+        self._offloads = optimizer is None or has_kernel(optimizer)
         profile, _ = profile_of(room.title, room.device, room.on_cpu)
         if profile is not None:
             profile = replace(profile, devices_per_node=room.local_ranks)
         nodes = max(1, shards // room.local_ranks)
-        self._hardware = Hardware(
+        self.hardware = Hardware(
             shards - shards % nodes, nodes, room.device, room.host * room.local_ranks, profile, False, room.on_cpu, 0.0
         )
 
@@ -109,7 +103,7 @@ class Foresight:
     def row(self, stage: int, variant: Variant) -> Row:
         """One stage and offload, planned."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)
-        return Row(variant, self._model, setup, self._hardware, self._shape)
+        return Row(variant, self._model, setup, self.hardware, self._shape)
 
     def fits(self, row: Row) -> bool:
         """Where activations are not counted, model states leave room for them."""
@@ -168,9 +162,28 @@ class Foresight:
         """Settings that would fit, those that change least first."""
         rows = []
         for stage in range(4):
-            ways = variants(stage, self._setup, self._hardware) if self._offloads else [Variant("none", None)]
+            ways = variants(stage, self._setup, self.hardware) if self._offloads else [Variant("none", None)]
             rows += [self.row(stage, way) for way in ways if self._worthwhile(stage, way) and self._allowed(stage, way)]
         return sorted((row for row in rows if self.fits(row)), key=_change)
+
+    def instead(self, stage: int, offload: Offload | None, capacity: int | None, beside: int) -> str:
+        """After memory ran out in a setting: what would fit.
+
+        ``capacity`` is what of the device is to be had in all, ``beside`` what of it held no model states.
+        """
+        there, now = self.row(stage, _given(offload)), copy.copy(self)
+        if capacity is not None:
+            states = capacity - (0 if self.counts_activations else beside)
+            now.room = Room(max(0, states), self.room.host, self.room.local_ranks, self.room.title, self.room.on_cpu)
+            now.hardware = replace(self.hardware, device_memory=now.room.device)
+            now.activations = None
+        rows = [row for row in now.fitting() if row.budget.peak.total < there.budget.peak.total]
+        told = now.suggestion(rows)
+        if capacity is not None and not self.counts_activations:
+            told += (
+                f" {size_text(beside)} beside model states are counted for that; it may have been on the way to more."
+            )
+        return told
 
     # -- what is said ---------------------------------------------------------------------------------------------
 
@@ -189,16 +202,15 @@ class Foresight:
             )
         return (
             f"stage {row.setup.stage}, offload {row.variant.name} will not fit: a rank needs {', and '.join(lacks)}. "
-            f"{self.counted()} {self.suggestion()}"
+            f"{self.counted()} {self.suggestion(self.fitting())}"
         )
 
-    def suggestion(self) -> str:
-        """What would fit."""
-        rows = self.fitting()[:SUGGESTED]
+    def suggestion(self, rows: Sequence[Row]) -> str:
+        """What would fit, of rows that do."""
         if not rows:
-            more = "more ranks, a smaller batch, activation checkpointing" if self.shards else "a smaller model"
+            more = "more ranks, a smaller batch or activation checkpointing"
             return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}."
-        named = "; ".join(f"{', '.join(shard_options(row.setup))} ({_size(row)})" for row in rows)
+        named = "; ".join(f"{', '.join(shard_options(row.setup))} ({_size(row)})" for row in rows[:SUGGESTED])
         return f"What would fit: {named}."
 
     def counted(self) -> str:
@@ -216,7 +228,7 @@ class Foresight:
         if not fits:
             verdict = "and even that may not fit"
         elif taken.time is not None:
-            machine = self._hardware.machine
+            machine = self.hardware.machine
             assert machine is not None
             verdict = f"the fastest that fits ({taken.time.total:.3g} s a step as on {machine.title})"
         else:
@@ -232,94 +244,7 @@ class Foresight:
         told = f"zeroshard: {name} chosen, {verdict}: one rank at its peak ({sizes}) of {room}"
         if taken.budget.host.total:
             told += f"; {size_text(taken.budget.host.total)} of {size_text(self.room.host)} on the host"
-        return f"{told}. {self.counted()}" + ("" if fits else f" {self.suggestion()}")
-
-
-# -- from a module to the plan's terms ----------------------------------------------------------------------------
-
-
-def _setup(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int) -> Setup:
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        dtype = config.precision.parameters or parameter.dtype
-        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
-    dtype = max(sizes, key=lambda kind: sizes[kind])  # with precision=None there may be several; mostly one holds all
-    names = {known: name for name, known in DTYPES.items()} | {torch.float64: "fp64"}
-    return Setup(
-        stage=0,
-        world=shards,
-        precision=cast(Any, names.get(dtype, "bf16")),
-        masters=config.precision.keeps_master,
-        cast_on_gather=config.precision.cast_on_gather,
-        checkpointing=_checkpoints(model),
-        moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
-        prefetch=1 if config.prefetch is None else config.prefetch,
-        keep=1 if config.keep is None else len(config.keep),
-        max_unit_bytes=config.max_unit_bytes,
-    )
-
-
-def _known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Transformer | None, str | None]:
-    """The module as the plan takes it, its kind where times can be foreseen, and why activations are not known."""
-    width = None if config.precision.parameters is None else setup.width
-    units = module_units(model, width, config.max_unit_bytes, config.units)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    nothing = (0,) * len(units)
-    plain = Traced(type(model).__name__, units, buffers, Activations(0, nothing, 0, nothing, nothing))
-    if config.example is None:
-        return plain, None, "which depend on the batch (pass example=, one micro-batch, to count them too)"
-    if mesh_of(model) is not None:
-        return plain, None, "which are not traced for a model with tensor parallelism"
-    if setup.precision not in DTYPES:
-        return plain, None, f"which are not traced in {setup.precision}"
-    try:
-        inputs, limit = _inputs(config.example), config.max_unit_bytes
-        with torch.random.fork_rng(devices=[]):  # as if it had not been
-            traced = trace(_on_meta(model), inputs, setup.precision, 1, 1, limit, chosen=config.units)
-    except Exception as error:  # whatever a forward may raise on a device without values
-        lines = str(error).strip().splitlines()
-        told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        return plain, None, f"for tracing {type(model).__name__} with example= failed ({told})"
-    shape = describe(model) if _tokens(config.example) != (0, 0) else None
-    return traced, shape, None
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A twin without values."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
-
-
-def _inputs(example: Any) -> Any:
-    return (example,) if isinstance(example, Tensor) else example
-
-
-def _tokens(example: Any) -> tuple[int, int]:
-    """Batch and sequence of the first tensor of token ids; zeros if there is none."""
-    values = example.values() if hasattr(example, "values") and not isinstance(example, Tensor) else _inputs(example)
-    for value in values:
-        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
-            return value.shape[0], value.shape[1]
-    return 0, 0
-
-
-def _checkpoints(model: nn.Module) -> bool:
-    """Whether blocks are recomputed in backward, as far as a model says so."""
-    said = getattr(getattr(model, "config", None), "checkpointing", False)
-    return bool(said or getattr(model, "is_gradient_checkpointing", False))
-
-
-def _has_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    try:
-        check_has_kernel(optimizer)
-    except ValueError:
-        return False
-    return True
+        return f"{told}. {self.counted()}" + ("" if fits else f" {self.suggestion(self.fitting())}")
 
 
 # -- words --------------------------------------------------------------------------------------------------------
@@ -368,5 +293,5 @@ def size_text(size: float) -> str:
     >>> size_text(31.44e9), size_text(2e6)
     ('31.4 GB', '2 MB')
     """
-    unit, name = next(((u, n) for u, n in ((GB, "GB"), (1e6, "MB")) if size >= u), (1e3, "KB"))
+    unit, name = next(((u, n) for u, n in ((GB, "GB"), (1e6, "MB")) if size >= 0.9995 * u), (1e3, "KB"))
     return f"{size / unit:.3g} {name}"

@@ -1,0 +1,107 @@
+"""A module and the options of ``shard()`` as the plan takes them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..config import DTYPES, Config
+from ..offload.rules import check_has_kernel
+from ..parallel import mesh_of
+from .activations import Activations
+from .budget import Traced
+from .memory import state_tensors
+from .models import describe
+from .shape import Setup, Transformer
+from .trace import trace
+from .units import module_units
+
+
+def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int) -> Setup:
+    """How it is to be trained, but for stage and offload."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        dtype = config.precision.parameters or parameter.dtype
+        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
+    dtype = max(sizes, key=lambda kind: sizes[kind])  # with precision=None there may be several; mostly one holds all
+    names = {known: name for name, known in DTYPES.items()} | {torch.float64: "fp64"}
+    return Setup(
+        stage=0,
+        world=shards,
+        precision=cast(Any, names.get(dtype, "bf16")),
+        masters=config.precision.keeps_master,
+        cast_on_gather=config.precision.cast_on_gather,
+        checkpointing=_checkpoints(model),
+        moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
+        prefetch=1 if config.prefetch is None else config.prefetch,
+        keep=1 if config.keep is None else len(config.keep),
+        max_unit_bytes=config.max_unit_bytes,
+    )
+
+
+def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Transformer | None, str | None]:
+    """The module as the plan takes it, its kind where times can be foreseen, and why activations are not known."""
+    width = None if config.precision.parameters is None else setup.width
+    units = module_units(model, width, config.max_unit_bytes, config.units)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    nothing = (0,) * len(units)
+    plain = Traced(type(model).__name__, units, buffers, Activations(0, nothing, 0, nothing, nothing))
+    if config.example is None:
+        return plain, None, "which depend on the batch (pass example=, one micro-batch, to count them too)"
+    if mesh_of(model) is not None:
+        return plain, None, "which are not traced for a model with tensor parallelism"
+    if setup.precision not in DTYPES:
+        return plain, None, f"which are not traced in {setup.precision}"
+    try:
+        inputs, limit = _inputs(config.example), config.max_unit_bytes
+        with torch.random.fork_rng(devices=[]):  # as if it had not been
+            traced = trace(_on_meta(model), inputs, setup.precision, 1, 1, limit, chosen=config.units)
+    except Exception as error:  # whatever a forward may raise on a device without values
+        lines = str(error).strip().splitlines()
+        told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return plain, None, f"for tracing {type(model).__name__} with example= failed ({told})"
+    shape = describe(model) if tokens_of(config.example) != (0, 0) else None
+    return traced, shape, None
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A twin without values."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _inputs(example: Any) -> Any:
+    return (example,) if isinstance(example, Tensor) else example
+
+
+def tokens_of(example: Any) -> tuple[int, int]:
+    """Batch and sequence of the first tensor of token ids; zeros if there is none."""
+    values = example.values() if hasattr(example, "values") and not isinstance(example, Tensor) else _inputs(example)
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
+            return value.shape[0], value.shape[1]
+    return 0, 0
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Whether blocks are recomputed in backward, as far as a model says so."""
+    said = getattr(getattr(model, "config", None), "checkpointing", False)
+    return bool(said or getattr(model, "is_gradient_checkpointing", False))
+
+
+def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the host can run it."""
+    try:
+        check_has_kernel(optimizer)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,143 @@
+"""Out of memory: what held it, and which setting would fit.
+
+A forward that fails passes the model's hook, and a step is a call of ours: there the answer is a note on the exception.
+A backward fails inside torch's engine, where no hook is called; on a GPU its allocator tells of it first, and the
+answer is written to stderr, just above the error.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import compat
+from .hook import Hook
+from .observe.ledger import Memory
+from .runtime import Runtime
+
+if TYPE_CHECKING:
+    from .plan.foresee import Foresight
+
+TITLE = "zeroshard: what held the memory"
+NAMED = 4
+"""Units that are named, at most."""
+FRAGMENTED = 0.1
+"""Share of torch's memory that is reserved and not in use, from which on it is worth a word."""
+SIGNS = ("out of memory", "can't allocate memory")
+"""How errors say it that are no ``OutOfMemoryError``: of the CPU's allocator, of CUDA's own calls."""
+
+_answers: weakref.WeakSet[Answer] = weakref.WeakSet()
+
+
+def install(runtime: Runtime, foresight: Foresight | None) -> None:
+    """Lets a sharded model answer when memory runs out."""
+    answer = Answer(runtime, foresight)
+    runtime.model.register_forward_hook(Hook(answer.after_forward), always_call=True)
+    runtime.on_error = answer.note
+    if runtime.fabric.device.type == "cuda":
+        if not _answers:
+            compat.watch_shortages(_on_shortage)
+        _answers.add(answer)
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether an error says that memory ran out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+class Answer:
+    """What one sharded model says."""
+
+    def __init__(self, runtime: Runtime, foresight: Foresight | None) -> None:
+        self._runtime, self._foresight = runtime, foresight
+
+    @property
+    def device(self) -> torch.device:
+        return self._runtime.fabric.device
+
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Called also when forward has raised; then there is no output, and its exception is being handled."""
+        error = sys.exception() if output is None else None
+        if error is not None:
+            self.note(error)
+
+    def note(self, error: BaseException) -> None:
+        """Adds the answer to an exception, once."""
+        if is_shortage(error) and not any(note.startswith(TITLE) for note in getattr(error, "__notes__", ())):
+            error.add_note(self.text())
+
+    def text(self) -> str:
+        """What holds the memory now, and what would fit instead."""
+        held = self._runtime.memory()
+        lines = [f"{TITLE} of rank {self._runtime.fabric.rank}, in stage {self._runtime.stage}:"]
+        lines.append(f"  model states {_size(held.model_states)}: {_kinds(held)}")
+        if held.gathered:
+            lines.append(f"  gathered parameters {_size(held.gathered)}: {self._gathered_units()}")
+        for name, size in (("accumulators", held.accumulators), ("buffers of the model", held.buffers)):
+            if size:
+                lines.append(f"  {name} {_size(size)}")
+        beside = 0
+        if self.device.type == "cuda":
+            told, beside = _allocator(self.device, held.total)
+            lines += told
+        lines.append("  " + self._suggestion(beside))
+        return "\n".join(lines)
+
+    def _gathered_units(self) -> str:
+        names = [unit.title for unit in self._runtime.units if unit.present and any(f.sharded for f in unit.flats)]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return ", ".join(names[:NAMED]) + more
+
+    def _suggestion(self, beside: int) -> str:
+        if self._foresight is None:
+            return "Which setting would fit was not planned: this was a dry run."
+        capacity = None
+        if self.device.type == "cuda":
+            capacity = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        return self._foresight.instead(self._runtime.stage, self._runtime.config.offload, capacity, beside)
+
+
+def _on_shortage(device: int, requested: int, allocated: int, free: int) -> None:
+    """By torch's allocator, on whatever thread asked for memory, before the error is raised.
+
+    In backward alone: elsewhere the exception gets a note.
+    """
+    if not compat.in_backward():
+        return
+    for answer in list(_answers):
+        if answer.device.index == device:
+            print(answer.text(), file=sys.stderr, flush=True)
+
+
+def _allocator(device: torch.device, held: int) -> tuple[list[str], int]:
+    """What torch's allocator says, and the bytes beside what a sharded model knows of."""
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    beside = max(0, allocated - held)
+    lines = [
+        f"  all else that torch had allocated {_size(beside)}: activations, and what loss, backward or update were at",
+        f"  allocated {_size(allocated)}, reserved {_size(reserved)}, and {_size(free)} of {_size(whole)} free",
+    ]
+    if reserved - allocated > FRAGMENTED * reserved:
+        lines.append(
+            f"  {_size(reserved - allocated)} were reserved and in no piece large enough; "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True often helps"
+        )
+    return lines, beside
+
+
+def _kinds(held: Memory) -> str:
+    kinds = ("parameters", "gradients", "optimizer_states")
+    return ", ".join(f"{kind.replace('_', ' ')} {_size(getattr(held, kind))}" for kind in kinds)
+
+
+def _size(size: float) -> str:
+    from .plan.foresee import size_text  # late: loaded by the time that anything is sharded
+
+    return size_text(size)
