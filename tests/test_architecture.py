@@ -44,6 +44,7 @@ LAYERS = [
     {"plan.memory", "plan.shape", "train.gpt", "train.job"},
     {"offload.shard"},
     {"offload.pipeline"},
+    {"offload.dry"},
     {"offload.states", "offload.rules", "offload.kernel"},
     {"offload.arena", "offload.placement", "offload.ring"},
     {"offload.worker"},

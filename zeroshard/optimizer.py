@@ -239,7 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         factor: Tensor | None = None
         if self._scaler is not None:
             scale = self._scaler.scale
-            overflowed = not math.isfinite(float(norm))
+            overflowed = not compat.is_fake(norm) and not math.isfinite(float(norm))
             self._scaler.update(overflowed)
             if overflowed:
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.cli.main import main
+from zeroshard.config import Offload
+from zeroshard.plan.budget import budget
 from zeroshard.plan.dryrun import DryRun, dry_run
+from zeroshard.plan.models import from_config
+from zeroshard.plan.shape import Setup
+from zeroshard.plan.volume import volume
 from zeroshard.train.gpt import GPT, ModelConfig
 
 BILLIONS = ModelConfig(layers=4, hidden=12288, heads=96, sequence=512, vocabulary=256, checkpointing=True)
@@ -22,12 +28,11 @@ def run(config: ModelConfig, world: int, **options: Any) -> DryRun:
 
     return dry_run(
         lambda: GPT(config),
-        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
         loss,
         world=world,
         real=False,
-        precision="bf16",
-        **options,
+        **{"precision": "bf16", **options},
     )
 
 
@@ -50,8 +55,41 @@ def test_splitting_units_lowers_the_peak_of_a_checkpointed_model() -> None:
 def test_what_cannot_be_run_dry_is_refused() -> None:
     with pytest.raises(ValueError, match="world of 4"):
         dry_run(nn.Module, torch.optim.SGD, torch.sum, world=4, rank=4, real=False)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="offload needs a GPU"):
-        run(BILLIONS, 4, offload="cpu")
+
+
+BF16 = torch.bfloat16
+OFFLOADED = ModelConfig(layers=8, hidden=512, heads=8, sequence=128, vocabulary=1000, checkpointing=True)
+OFFLOADS = [
+    (0, "bf16", Offload()),
+    (1, "bf16", Offload()),
+    (2, "bf16", Offload()),
+    (3, "bf16", Offload()),
+    (2, "fp32", Offload()),
+    (2, "fp16", Offload(moments=BF16)),
+    (2, "bf16", Offload(moments=BF16, split_master=True, read_back=True, update_in_backward=True)),
+    (3, "bf16", Offload(parameters="cpu")),
+    (2, "bf16", Offload(host_fraction=0.5)),
+    (2, "bf16", Offload(delayed_update_after=1)),
+]
+
+
+@pytest.mark.parametrize("world", [1, 8])
+@pytest.mark.parametrize("case", range(len(OFFLOADS)))
+def test_offloads_run_dry_too_and_are_as_planned(case: int, world: int) -> None:
+    """No memory is taken, no kernel runs; device and host are told apart, and nothing is left to chance."""
+    stage, precision, offload = OFFLOADS[case]
+    seen = run(OFFLOADED, world, stage=stage, precision=precision, offload=offload)
+    setup = Setup(stage=stage, world=world, offload=offload, precision=precision, sequence=128)  # type: ignore[arg-type]
+    model = from_config(OFFLOADED)
+    needs, moved = budget(model, setup, workspace=0), volume(model, setup)
+    assert seen.host is not None
+    assert needs.at_step.model_states == pytest.approx(seen.at_step.model_states, rel=0.01)
+    assert needs.host.total == pytest.approx(seen.host.total, rel=0.01)
+    assert needs.peak.total == pytest.approx(seen.peak, rel=0.03), needs.phase
+    assert needs.at_rest.total == pytest.approx(seen.at_rest, rel=0.01, abs=1000)  # a few scalars
+    assert moved.elements == seen.volume_elements
+    assert {"to the host": moved.to_host, "to the device": moved.to_device} == dict(seen.host_traffic)
+    assert seen.at_peak.parameters == seen.at_step.parameters
 
 
 def test_the_command_prints_the_table_and_names_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,3 +97,18 @@ def test_the_command_prints_the_table_and_names_bad_input(capsys: pytest.Capture
     assert "all model states" in capsys.readouterr().out
     assert main(["dryrun", "tinny", "--world", "8"]) == 2
     assert "tinny" in capsys.readouterr().err
+    assert main(["dryrun", "tiny", "--world", "8", "--rank", "8"]) == 2
+    assert "--rank 8 does not exist in a world of 8" in capsys.readouterr().err
+    assert main(["dryrun", "tiny", "--world", "8", "--set", "shard.stage=auto"]) == 2
+    assert "name a stage and an offload" in capsys.readouterr().err
+
+
+def test_the_command_tells_device_and_host_apart_and_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["dryrun", "tiny", "--world", "4", "--stage", "2", "--offload", "cpu", "--without-gpu"]
+    assert main(asked) == 0
+    assert "on the host, GB" in capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["at_step"]["model_states"] == told["plan"]["model_states"]
+    assert told["volume_elements"] == told["plan"]["volume_elements"]
+    assert sum(told["host"].values()) == told["plan"]["host"]

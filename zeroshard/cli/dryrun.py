@@ -1,31 +1,43 @@
 """`zeroshard dryrun`: one rank of a world that is not there, run for real."""
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from zeroshard.config import Config, state_table
+from zeroshard.observe.ledger import Memory
+from zeroshard.plan.budget import WORKSPACE, Budget, DeviceMemory, budget
 from zeroshard.plan.dryrun import DryRun, dry_run
+from zeroshard.plan.models import from_config
+from zeroshard.plan.shape import Setup
+from zeroshard.plan.volume import Volume, volume
 from zeroshard.train.gpt import GPT
-from zeroshard.train.job import DEFAULT_PRESET, Job, load_job, parse_override
+from zeroshard.train.job import DEFAULT_PRESET, OFFLOAD_TO_HOST, Job, load_job, parse_override
 from zeroshard.train.loop import parameter_groups
-from zeroshard.train.paper import paper_memory, paper_volume
+from zeroshard.train.paper import OnHost, PaperRow, paper_memory, paper_offload_memory, paper_volume
 
 DESCRIPTION = """\
-Run rank r of a world of N for three steps on this machine: the real runtime with the real shapes, and
+Run rank r of a world of N for a few steps on this machine: the real runtime with the real shapes, and
 nobody to talk to. With a GPU its memory is real; without one, tensors have shapes and no values, and what is
-counted is what would be alive. Sets model states and volume beside the paper's formulas.
+counted is what would be alive. Sets memory by kind and volume beside the plan and the paper's formulas.
 """
 EXAMPLES = """\
 examples:
-  zeroshard dryrun zero-8b --world 64 --stage 2
+  zeroshard dryrun zero-7.5b --world 64 --stage 1      figure 1 of the ZeRO paper; stages 2 and 3 likewise
+  zeroshard dryrun zero-1000b --world 1024             a rank of a trillion parameters, in minutes without a GPU
+  zeroshard dryrun zero-8b --world 4 --offload cpu     what is on the device, and what on the host
   zeroshard dryrun zero-100b --world 400 --rank 7 --set train.batch=1
 """
 BAD_INPUT = 2
+WIDTH = 110  # of what is printed where there is no terminal
 
 
 def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -42,9 +54,11 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks that there would be")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to run (default: 0)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="short for --set shard.stage=N")
+    parser.add_argument("--offload", choices=(OFFLOAD_TO_HOST, "none"), help="short for --set shard.offload=cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
     parser.add_argument("--without-gpu", action="store_true", help="shapes without values, also where there is a GPU")
     parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="change one value")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,16 +66,30 @@ def run(arguments: argparse.Namespace) -> int:
     overrides: dict[str, object] = {"shard.precision": arguments.precision}
     if arguments.stage is not None:
         overrides["shard.stage"] = arguments.stage
+    if arguments.offload is not None:
+        overrides["shard.offload"] = None if arguments.offload == "none" else arguments.offload
     try:
         job = load_job(arguments.config, overrides | dict(parse_override(text) for text in arguments.set))
         if arguments.world < 1:
             raise ValueError(f"--world must be at least 1, is {arguments.world}")
+        if not 0 <= arguments.rank < arguments.world:
+            raise ValueError(f"--rank {arguments.rank} does not exist in a world of {arguments.world}")
+        config = Config.parse(job.shard)
+        if config.stage == "auto" or config.chooses_offload:
+            raise ValueError(
+                '"auto" is chosen where a job starts; name a stage and an offload, or ask `zeroshard plan`'
+            )
         real = torch.cuda.is_available() and not arguments.without_gpu
         result = _run(job, arguments.world, arguments.rank, real)
     except ValueError as error:
         print(f"zeroshard dryrun: {error}", file=sys.stderr)
         return BAD_INPUT
-    Console().print(_table(job, result, arguments.world, arguments.rank))
+    seen = _Seen(job, config, arguments.world, arguments.rank, result)
+    if arguments.json:
+        print(json.dumps(seen.as_json(), indent=2))
+    else:
+        console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+        console.print(seen.table())
     return 0
 
 
@@ -74,31 +102,126 @@ def _run(job: Job, world: int, rank: int, real: bool) -> DryRun:
         return output
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameter_groups(model, job.train.weight_decay), lr=job.train.lr)
+        # As torch chooses by itself on a GPU; it makes temporaries that a loop over parameters does not.
+        return torch.optim.AdamW(parameter_groups(model, job.train.weight_decay), lr=job.train.lr, foreach=True)
 
     return dry_run(lambda: GPT(job.model), optimizer, loss, world=world, rank=rank, real=real, **job.shard)
 
 
-def _table(job: Job, result: DryRun, world: int, rank: int) -> Table:
-    stage = int(str(job.shard.get("stage", 3)))
-    how = "memory of this GPU" if result.real else "shapes without values"
-    size = f"{result.parameters / 1e9:.2f}B parameters"
-    title = f"{job.name} · {size} · stage {stage} · rank {rank} of {world} · {how}"
-    table = Table(title=title, title_justify="left")
-    for name in ("", "this run", "paper", "formula"):
-        table.add_column(name, justify="left" if name in ("", "formula") else "right")
-    rows = paper_memory(stage, world, job.precision)
-    held = (result.at_step.parameters, result.at_step.gradients, result.at_step.optimizer_states)
-    for row, bytes_held in zip(rows, held, strict=True):
-        table.add_row(f"{row.kind}, GB", _gb(bytes_held), _gb(row.bytes(result.parameters)), str(row))
-    total = sum(row.bytes(result.parameters) for row in rows)
-    table.add_row("all model states, GB", _gb(result.at_step.model_states), _gb(total))
-    volume, written = paper_volume(stage, world, result.kept / result.parameters)
-    counted = result.volume_elements / result.parameters
-    table.add_row("volume per step, Ψ", f"{counted:.3f}", f"{volume:.3f}", written, end_section=True)
-    table.add_row("at rest, GB", _gb(result.at_rest))
-    table.add_row("peak with activations, GB", _gb(result.peak))
-    return table
+@dataclass(frozen=True)
+class _Seen:
+    """A dry run beside what was planned and what the papers say."""
+
+    job: Job
+    config: Config
+    world: int
+    rank: int
+    run: DryRun
+
+    @property
+    def _setup(self) -> Setup:
+        config = self.config
+        return Setup(
+            stage=int(config.stage),
+            world=self.world,
+            offload=config.offload,
+            precision=self.job.precision,  # type: ignore[arg-type]
+            cast_on_gather=config.precision.cast_on_gather,
+            batch=self.job.train.batch,
+            sequence=self.job.model.sequence,
+            checkpointing=self.job.model.checkpointing,
+            prefetch=1 if config.prefetch is None else config.prefetch,
+            keep=1 if config.keep is None else len(config.keep),
+            max_unit_bytes=config.max_unit_bytes,
+        )
+
+    def plan(self) -> tuple[Budget, Volume]:
+        """What was to be expected."""
+        model = from_config(self.job.model)
+        return budget(model, self._setup, WORKSPACE if self.run.real else 0), volume(model, self._setup)
+
+    def as_json(self) -> dict[str, Any]:
+        needs, moved = self.plan()
+        held = {kind: getattr(self.run.at_step, kind) for kind in KINDS}
+        return {
+            "parameters": self.run.parameters,
+            "real": self.run.real,
+            "at_step": {**held, "model_states": self.run.at_step.model_states},
+            "host": None if self.run.host is None else {kind: getattr(self.run.host, kind) for kind in KINDS},
+            "peak": self.run.peak,
+            "at_rest": self.run.at_rest,
+            "volume_elements": self.run.volume_elements,
+            "host_traffic": dict(self.run.host_traffic),
+            "plan": {
+                "model_states": needs.at_step.model_states,
+                "host": needs.host.total,
+                "peak": needs.peak.total,
+                "at_rest": needs.at_rest.total,
+                "volume_elements": moved.elements,
+                "host_traffic": {"to the host": moved.to_host, "to the device": moved.to_device},
+            },
+        }
+
+    def table(self) -> Table:
+        result, stage, offload = self.run, int(self.config.stage), self.config.offload
+        how = "memory of this GPU" if result.real else "shapes without values"
+        size = f"{result.parameters / 1e9:.2f}B parameters"
+        where = "" if offload is None else " · offload cpu"
+        title = f"{self.job.name} · {size} · stage {stage}{where} · rank {self.rank} of {self.world} · {how}"
+        table = Table(title=title, title_justify="left")
+        for name in ("", "this run", "plan", "paper", "formula"):
+            table.add_column(name, justify="left" if name in ("", "formula") else "right")
+        needs, moved = self.plan()
+        on_device, on_host = self._paper()
+        for cells in _states(result.at_step, needs.at_step, on_device, result.parameters):
+            table.add_row(*cells)
+        if result.host is not None:
+            every = sum(row.bytes(result.parameters) for row in on_host)
+            held = result.host.total
+            formula = " + ".join(str(row) for row in on_host if row.terms)
+            table.add_row("on the host, GB", _gb(held), _gb(needs.host.total), _gb(every), formula)
+            share = self.world if state_table(stage, self.world).optimizer.extent.value == "shard" else 1
+            counted = sum(result.host_traffic.values()) * share / result.parameters
+            planned = (moved.to_host + moved.to_device) * share / result.parameters
+            table.add_row("to and from the host, bytes a parameter", f"{counted:.3f}", f"{planned:.3f}")
+        whole, written = paper_volume(stage, self.world, result.kept / result.parameters)
+        counted, planned = result.volume_elements / result.parameters, moved.elements / result.parameters
+        table.add_row(
+            "volume per step, Ψ", f"{counted:.3f}", f"{planned:.3f}", f"{whole:.3f}", written, end_section=True
+        )
+        for cells in _peak(result, needs):
+            table.add_row(*cells)
+        table.add_row("between two steps, GB", _gb(result.at_rest), _gb(needs.at_rest.total))
+        return table
+
+    def _paper(self) -> tuple[list[PaperRow], list[PaperRow]]:
+        stage, offload = int(self.config.stage), self.config.offload
+        if offload is None:
+            return paper_memory(stage, self.world, self.job.precision), []
+        share = 1.0 if offload.host_fraction == "auto" else float(offload.host_fraction)
+        return paper_offload_memory(stage, self.world, self.job.precision, OnHost(options=offload, share=share))
+
+
+KINDS = ("parameters", "gradients", "optimizer_states", "gathered", "buffers", "accumulators")
+
+
+def _states(held: Memory, planned: DeviceMemory, paper: list[PaperRow], parameters: int) -> Iterator[tuple[str, ...]]:
+    for row, kind in zip(paper, KINDS, strict=False):
+        sizes = (getattr(held, kind), getattr(planned, kind), row.bytes(parameters))
+        yield (f"{row.kind}, GB", *map(_gb, sizes), str(row))
+    total = sum(row.bytes(parameters) for row in paper)
+    yield ("all model states, GB", _gb(held.model_states), _gb(planned.model_states), _gb(total))
+
+
+def _peak(result: DryRun, needs: Budget) -> Iterator[tuple[str, ...]]:
+    held, planned = result.at_peak, needs.peak
+    for kind in KINDS:
+        sizes = getattr(held, kind), getattr(planned, kind)
+        if any(sizes):
+            yield (f"at the peak: {kind.replace('_', ' ')}, GB", *map(_gb, sizes))
+    rest = planned.activations + planned.temporary
+    yield ("at the peak: activations and temporaries, GB", _gb(result.peak - held.total), _gb(rest))
+    yield ("peak, GB", _gb(result.peak), _gb(planned.total))
 
 
 def _gb(size: float) -> str:

@@ -29,26 +29,29 @@ class Arena:
     [0.0, 0.0, 0.0]
     """
 
-    def __init__(self, size: int, *, pinned: bool) -> None:
+    def __init__(self, size: int, *, pinned: bool, dry: bool = False) -> None:
         self.size = size
         self._used = 0
+        if dry:  # a shape without memory
+            self.block = torch.empty(size, dtype=torch.uint8)
+            return
         # Anonymous pages come zeroed, and huge ones spare the update half of its address translations.
-        self._block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._block.madvise(mmap.MADV_HUGEPAGE)
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         # A forked child (a data loader's) has no use for it, and would make every page be copied that is written to.
         if hasattr(mmap, "MADV_DONTFORK"):
-            self._block.madvise(mmap.MADV_DONTFORK)
-        self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
+            self._memory.madvise(mmap.MADV_DONTFORK)
+        self.block = torch.frombuffer(self._memory, dtype=torch.uint8)
         if pinned and size:
-            _pin(self._bytes)
-            weakref.finalize(self, _unpin, self._bytes, os.getpid())
+            _pin(self.block)
+            weakref.finalize(self, _unpin, self.block, os.getpid())
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The next buffer, of zeros."""
         size = numel * dtype.itemsize
         assert self._used + size <= self.size, "more was taken from the arena than was counted for it"
-        taken = self._bytes[self._used : self._used + size].view(dtype)
+        taken = self.block[self._used : self._used + size].view(dtype)
         self._used += aligned(size)
         return taken
 

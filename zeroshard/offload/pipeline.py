@@ -27,6 +27,7 @@ from ..config import Offload
 from ..observe import trace
 from .arena import Arena, aligned
 from .cores import share
+from .dry import DryPool, DryWorker
 from .kernel import Batch, Pool, Rule, run_together
 from .ring import Ring
 from .states import HostBytes, HostStates
@@ -86,7 +87,7 @@ class Factor:
     def read(self) -> float:
         if self._arrival is not None:
             self._arrival.synchronize()
-        return 1.0 if self._value is None else float(self._value)
+        return 1.0 if self._value is None or compat.is_fake(self._value) else float(self._value)
 
 
 class Task(Protocol):
@@ -106,18 +107,28 @@ class Task(Protocol):
 class Pipeline:
     """The two threads, the kernel's pool and the streams of one sharded model."""
 
-    def __init__(self, options: Offload, device: torch.device, *, norms: bool, local_ranks: int) -> None:
-        self.options, self.device, self.local_ranks = options, device, local_ranks
+    def __init__(
+        self, options: Offload, device: torch.device, *, norms: bool, local_ranks: int, dry: bool = False
+    ) -> None:
+        self.options, self.device, self.local_ranks, self.dry = options, device, local_ranks, dry
         self._sums_expected = False
         self.norms = norms
         """Whether a step will ask for the norm, so that it is found on the way."""
-        self.pool = Pool(options.threads or _default_threads(device))
         cuda = device.type == "cuda"
         use_device = partial(torch.cuda.set_device, device) if cuda else None
-        self.mover, self.updater = Worker("gradient copy", use_device), Worker("update", use_device)
-        self.room = threading.Semaphore(LANDING)
+        self.pool: Pool
+        self.mover: Worker
+        self.updater: Worker
+        if dry:
+            self.pool = DryPool()
+            self.mover, self.updater = DryWorker("gradient copy", LANDING), DryWorker("update", 0)
+        else:
+            self.pool = Pool(options.threads or _default_threads(device))
+            self.mover, self.updater = Worker("gradient copy", use_device), Worker("update", use_device)
+        self.room = threading.Semaphore(LANDING + dry)
         self.down = torch.cuda.Stream(device) if cuda else None
         self.up = torch.cuda.Stream(device) if cuda else None
+        self.arenas: tuple[Arena, ...] = ()
         self.unscaled = Factor(None)
         self.ring: Ring | None = None
         self.staging: Ring | None = None
@@ -125,6 +136,7 @@ class Pipeline:
         """Of all flats whose states live here."""
         self._tasks: deque[Task] = deque()
         self._traffic = {trace.DOWN: 0, trace.UP: 0}
+        self._copies = 0
         trace.wait_for(self)
 
     @property
@@ -153,15 +165,15 @@ class Pipeline:
     def allocate(self) -> None:
         """Takes the host memory of all flats, in two blocks."""
         size = self.bytes
-        pinned = Arena(size.pinned, pinned=self.device.type == "cuda")
-        pageable = Arena(size.pageable, pinned=False)
+        pinned = Arena(size.pinned, pinned=self.device.type == "cuda", dry=self.dry)
+        pageable = Arena(size.pageable, pinned=False, dry=self.dry)
         for states in self.states:
             states.bind(pinned, pageable)
         if self._ring_count:
             self.ring = self._new_ring(pinned, self._ring_count)
         if self._staging_count:
             self.staging = self._new_ring(pinned, self._staging_count)
-        self._arenas = (pinned, pageable)
+        self.arenas = (pinned, pageable)
 
     def _new_ring(self, arena: Arena, count: int) -> Ring:
         return Ring([arena.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
@@ -259,9 +271,15 @@ class Pipeline:
         taken, self._traffic = self._traffic, {trace.DOWN: 0, trace.UP: 0}
         return taken
 
+    @property
+    def copies(self) -> int:
+        """How many were asked for in all."""
+        return self._copies
+
     def count(self, way: str, size: int) -> None:
         """Notes a copy as it is asked for, not as it is made, so that it counts for the step that asks."""
         self._traffic[way] += size
+        self._copies += 1
 
     @contextmanager
     def on_stream(self, stream: torch.cuda.Stream | None, *after: torch.cuda.Event | None) -> Iterator[None]:

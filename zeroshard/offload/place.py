@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import machine
+from .. import compat, machine
 from ..comm import Fabric
 from ..config import Config, Offload
 from ..layout import Slot
@@ -32,7 +32,8 @@ def place_on_host(
         return None
     looked_at = (config.clip_grad_norm, config.precision.loss_scale, config.on_nonfinite)
     norms = any(option is not None for option in looked_at)
-    pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=_local_ranks(fabric))
+    dry = any(compat.is_fake(parameter) for unit in units for flat in unit.flats for parameter in flat.parameters)
+    pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=_local_ranks(fabric), dry=dry)
     _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)
     for unit, stays in zip(units, _stay(units, options, fabric), strict=True):
@@ -53,7 +54,8 @@ def place_on_host(
         if fabric.rank == 0 and options.host_fraction == "auto":
             print("zeroshard: all states fit the device's budget, so nothing is offloaded")
         return None
-    _check_room(pipeline, options, fabric)
+    if not dry:
+        _check_room(pipeline, options, fabric)
     _allocate(pipeline, fabric)
     return pipeline
 

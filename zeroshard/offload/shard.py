@@ -406,7 +406,7 @@ class HostShard:
         Tables are kept, but for a gradient that comes ``instead`` of the buffer's.
         """
         pieces = [piece for piece in self.states.pieces if piece.slot in used]
-        key = (gradient.data_ptr(), output.data_ptr(), used)
+        key = (compat.pointer(gradient), compat.pointer(output), used)
         batch = self._batches.get(key)
         if batch is None or instead is not None:
             source = gradient if instead is None else instead

@@ -78,6 +78,8 @@ class Budget:
 
     at_step: DeviceMemory
     """Between backward and update."""
+    at_rest: DeviceMemory
+    """Between two steps, with what the next forward begins with."""
     peak: DeviceMemory
     phase: Phase
     """When the peak is."""
@@ -120,7 +122,7 @@ def budget(model: Model, setup: Setup, workspace: int = WORKSPACE) -> Budget:
     buffers = model.buffers if isinstance(model, Traced) else 0
     rank = _Rank(setup, units_of(model, setup), activations, buffers, workspace)
     phase, peak = max(rank.moments(), key=lambda moment: moment[1].total)
-    return Budget(rank.at_step, peak, phase, rank.host)
+    return Budget(rank.at_step, rank.between_steps, peak, phase, rank.host)
 
 
 class _PlacedFlat(NamedTuple):
@@ -203,6 +205,15 @@ class _Rank:
     def at_step(self) -> DeviceMemory:
         gradients = sum(self.stashed(flat) for flat in self.flats)
         return _add(self.rest, gradients=gradients, temporary=-self.workspace)
+
+    @property
+    def between_steps(self) -> DeviceMemory:
+        return _add(self.rest, gathered=self._gathered(self._foreseen), temporary=-self.workspace)
+
+    @property
+    def _foreseen(self) -> Sequence[_PlacedUnit]:
+        """What is gathered for the next forward while the update goes on; units that the host updates are not."""
+        return self.units[: 1 + self.setup.prefetch] if self.setup.offload is None else []
 
     @cached_property
     def host(self) -> HostBytes:
@@ -305,13 +316,15 @@ class _Rank:
 
     def _under_way(self, done: Sequence[_PlacedFlat]) -> tuple[int, int]:
         """Bytes of gradients that are being reduced, and of those that wait to be copied to the host."""
-        flying = 0
         in_flight = IN_FLIGHT - 1 if self.setup.world > 1 else 0
         latest = list(done[::-1])
-        if self.table.gradients.extent is Extent.SHARD or self.accumulates:
-            flying = sum(self.width * flat.whole for flat in latest[:in_flight])
-        landing = [flat for flat in latest[in_flight:] if flat.on_host][:LANDING]
         divided = self.table.gradients.extent is Extent.SHARD
+        flying = sum(
+            self.width * flat.whole
+            for flat in latest[:in_flight]
+            if divided or self.accumulates or flat.on_host  # else it stays where it is
+        )
+        landing = [flat for flat in latest[in_flight:] if flat.on_host][:LANDING]
         return flying, sum(self.width * (flat.own if divided else flat.whole) for flat in landing)
 
     def _early_in_root(self) -> int:
@@ -327,7 +340,7 @@ class _Rank:
         beside = self.setup.moment_width if self.setup.moments > 1 else 0
         batches = list(self._batches())
         for number, elements in enumerate(batches or [0]):
-            first = self.units[: 1 + self.setup.prefetch] if number and self.setup.offload is None else []
+            first = self._foreseen if number else []
             yield (
                 Phase.UPDATE,
                 _add(

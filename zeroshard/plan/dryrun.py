@@ -18,11 +18,13 @@ from .. import compat
 from ..api import shard, stats
 from ..comm import Traffic
 from ..observe.ledger import Memory
-from ..runtime import runtime_of
+from ..runtime import Runtime, runtime_of
 from ..unit import Flat
 
 STEPS = 3
-"""The first two steps learn the order of units and make the optimizer's states."""
+"""The first two steps learn the order of units and make the optimizer's states; one more looks at the peak by kind."""
+AT_PEAK = 0.999
+"""Memory is looked at by kind when this much of the peak is alive."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,14 @@ class DryRun:
     """Ψ."""
     at_step: Memory
     """Model states between backward and update, as the papers count them."""
+    host: Memory | None
+    """With offload: model states in host memory."""
+    host_traffic: Mapping[str, int]
+    """With offload: bytes that crossed between host and device in a step."""
     peak: int
     """Bytes alive at once at most in the last step, activations included."""
+    at_peak: Memory
+    """What of that was known by kind; the rest is activations and what an operation needs beside them."""
     at_rest: int
     """Bytes alive when it ended."""
     volume: Mapping[str, Traffic]
@@ -65,8 +73,6 @@ def dry_run(
     real = torch.cuda.is_available() if real is None else real
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank} does not exist in a world of {world}")
-    if not real and options.get("offload") is not None:
-        raise ValueError("a dry run with offload needs a GPU: the host's kernel updates memory, and here is none")
     with compat.one_rank_of(world, rank):
         if real:
             return _on_device(build, optimizer, loss, options)
@@ -84,13 +90,14 @@ def _on_device(
     with torch.device("meta"):
         model = build()
     model, stepper = shard(model, optimizer(model), init="empty", **options)
-    for step in range(STEPS):
-        if step == STEPS - 1:
-            torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        torch.cuda.reset_peak_memory_stats()
         _train(model, stepper, loss)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     peak, rest = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-    return _report(model, peak, rest, real=True)
+    with _AtPeak(runtime_of(model), lambda: torch.cuda.memory_allocated() - before, peak) as seen:
+        _train(model, stepper, loss)
+    return _report(model, peak, rest, seen.memory, real=True)
 
 
 def _without_values(
@@ -104,32 +111,56 @@ def _without_values(
         model, stepper = shard(model, optimizer(model), **{**options, "device": "cpu"})
         runtime = runtime_of(model)
         sharded = [flat for unit in runtime.units for flat in unit.flats if flat.sharded]
-        live.watch(sharded, lambda: runtime.fabric.gathers.hash)
-        for step in range(STEPS):
-            if step == STEPS - 1:
-                live.peak = 0
+        pipeline = runtime.pipeline
+        live.watch(sharded, lambda: (runtime.fabric.gathers.hash, 0 if pipeline is None else pipeline.copies))
+        if pipeline is not None:
+            live.ignore([arena.block for arena in pipeline.arenas])
+        for _ in range(STEPS):
+            live.peak = 0
             _train(model, stepper, loss)
-        return _report(model, live.peak, live.now(), real=False)
+        peak, rest = live.peak, live.now()
+        with _AtPeak(runtime, live.now, peak) as seen:
+            _train(model, stepper, loss)
+        return _report(model, peak, rest, seen.memory, real=False)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor]) -> None:
     loss(model).backward()
+    pipeline = runtime_of(model).pipeline
+    if pipeline is not None:  # or what is on its way to the host would count for the device
+        pipeline.wait()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _report(model: nn.Module, peak: int, at_rest: int, *, real: bool) -> DryRun:
+def _report(model: nn.Module, peak: int, at_rest: int, at_peak: Memory, *, real: bool) -> DryRun:
     seen = stats(model)
     assert seen.memory_at_step is not None
     return DryRun(
         parameters=seen.parameters,
         at_step=seen.memory_at_step,
+        host=seen.host_memory,
+        host_traffic=seen.host_traffic,
         peak=peak,
+        at_peak=at_peak,
         at_rest=at_rest,
         volume=seen.volume,
         kept=seen.kept_parameters,
         real=real,
     )
+
+
+class _AtPeak(compat.OperationWatch):
+    """Looks at memory by kind the first time that it is as much as it ever was."""
+
+    def __init__(self, runtime: Runtime, now: Callable[[], int], peak: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._runtime, self._now, self._enough = runtime, now, AT_PEAK * peak
+        self.memory = Memory()
+
+    def see(self, tensors: list[Tensor]) -> None:
+        if not self.memory.total and self._now() >= self._enough:
+            self.memory = self._runtime.memory()
 
 
 class _LiveStorages(compat.OperationWatch):
@@ -140,20 +171,27 @@ class _LiveStorages(compat.OperationWatch):
         self._sizes: dict[int, int] = {}
         self._total = 0
         self._flats: dict[int, Flat] = {}
+        self._ignored: set[int] = set()
         self._present: list[Flat] = []
-        self._gathers: Callable[[], int] = int
-        self._seen_gathers = 0
+        self._gathers: Callable[[], object] = int
+        self._seen_gathers: object = 0
         self.peak = 0
 
-    def watch(self, flats: list[Flat], gathers: Callable[[], int]) -> None:
+    def watch(self, flats: list[Flat], gathers: Callable[[], object]) -> None:
         """Flats whose storage is emptied and filled again, which no operation shows.
 
-        There may be thousands: all of them are looked at only when ``gathers`` tells that one was filled.
+        There may be thousands: all of them are looked at only when ``gathers`` has changed, so that one may be filled.
         """
         self._flats = {compat.storage_key(flat.whole): flat for flat in flats}
         self._gathers = gathers
         for key in self._flats:
             self._forget(key)
+
+    def ignore(self, tensors: list[Tensor]) -> None:
+        """Memory of the host, which is another's."""
+        for tensor in tensors:
+            self._ignored.add(compat.storage_key(tensor))
+            self._forget(compat.storage_key(tensor))
 
     def now(self) -> int:
         """Bytes alive."""
@@ -171,7 +209,7 @@ class _LiveStorages(compat.OperationWatch):
 
     def _note(self, tensor: Tensor) -> None:
         storage, key = tensor.untyped_storage(), compat.storage_key(tensor)
-        if key not in self._sizes and key not in self._flats:
+        if key not in self._sizes and key not in self._flats and key not in self._ignored:
             self._sizes[key] = storage.nbytes()
             self._total += storage.nbytes()
             weakref.finalize(storage, self._forget, key)
