@@ -158,6 +158,7 @@ def scale(length: int, pool: Pool) -> Step:
 
 CONTESTANTS = [
     Contestant(OURS, ours(torch.float32), bytes=28),
+    Contestant("zeroshard, split master", ours(torch.float32, split=True), bytes=26),
     Contestant("zeroshard, 16-bit moments", ours(torch.bfloat16), bytes=20),
     Contestant("zeroshard, 16-bit moments, split master", ours(torch.bfloat16, split=True), bytes=18),
     Contestant("torch fused + casts", torch_fused, bytes=28 + 4 + 4 + 4),

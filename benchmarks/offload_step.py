@@ -28,6 +28,7 @@ from zeroshard.train.gpt import GPT, ModelConfig
 BF16 = torch.bfloat16
 VARIANTS: dict[str, dict[str, Any]] = {
     "synchronous": {},
+    "split master": {"split_master": True},
     "update_in_backward": {"update_in_backward": True},
     "delayed": {"delayed_update_after": 2},
     "16-bit states": {"moments": BF16, "split_master": True},
