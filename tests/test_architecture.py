@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "zeroshard"
 
 LAYERS = [
     {"plan.dryrun"},
-    {"checkpoint.load"},
+    {"checkpoint.load", "checkpoint.export"},
     {"checkpoint.save"},
     {"checkpoint.background", "checkpoint.snapshot"},
-    {"checkpoint.contents", "checkpoint.folder", "checkpoint.read"},
-    {"checkpoint.random_state", "checkpoint.values", "checkpoint.write"},
+    {"checkpoint.contents", "checkpoint.folder", "checkpoint.read", "checkpoint.lora"},
+    {"checkpoint.describe", "checkpoint.random_state", "checkpoint.values", "checkpoint.write"},
+    {"checkpoint.names"},
     {"checkpoint.format"},
     {"checkpoint.boxes"},
     {"api"},

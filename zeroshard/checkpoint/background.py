@@ -86,6 +86,10 @@ class Saving:
         if self._error is not None and not self._told:
             print(f"zeroshard: {self.path} was not saved: {_tell(self._error)}", file=sys.stderr)
 
+    def abandon(self) -> None:
+        """Waits for other ranks no longer; the checkpoint stays incomplete if their parts are not there."""
+        self._abandoned.set()
+
     # -- on the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -141,6 +145,12 @@ class Saving:
 
 
 _unfinished: weakref.WeakSet[Saving] = weakref.WeakSet()
+
+
+def abandon_all() -> None:
+    """Stops waiting for other ranks' parts: some rank has failed."""
+    for saving in list(_unfinished):
+        saving.abandon()
 
 
 @atexit.register

@@ -25,7 +25,9 @@ from ..runtime import Runtime
 from ..unit import Flat, MasterPiece
 from . import random_state
 from .boxes import Region, whole_box
+from .describe import describe
 from .format import BUFFER, SHOWN, VALUE, tensor_kind
+from .names import name_of
 from .values import encode
 from .write import Held
 
@@ -40,11 +42,6 @@ class Contents(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.held)
-
-
-def name_of(name: str) -> str:
-    """A parameter's name without what ``torch.compile`` adds to it."""
-    return name.replace("_orig_mod.", "")
 
 
 def region_of(flat: Flat, slot: int, start: int, stop: int) -> Region:
@@ -94,7 +91,7 @@ def collect(
     held += [_whole(name, BUFFER, buffer) for name, buffer in buffers_of(runtime) if writes_buffer(buffer, fabric)]
     if fabric.rank == 0:
         values |= {
-            "world": fabric.world,
+            "about": encode(describe(runtime), "the description of the model", keep),
             "shared": encode(_shared(runtime, optimizer), "the optimizer's settings", keep),
             "module": encode(extra_states_of(runtime), "the model's extra state", keep),
             "extra": encode(extra, "extra", keep),

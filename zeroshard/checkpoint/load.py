@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from ..unit import Flat
 from . import random_state
-from .contents import buffers_of, extra_states_of, local_region, name_of, region_of
+from .contents import buffers_of, extra_states_of, local_region, region_of
 from .folder import candidates
 from .format import BUFFER, SHOWN, VALUE, CheckpointError, Index, read_index
+from .names import name_of
 from .read import Reader
 from .save import agree, check_optimizer
 from .values import EncodingError, decode
@@ -79,6 +81,22 @@ def load(
             if fabric.rank == 0:
                 print(f"zeroshard: {unusable}; taking the one before, {folders[number + 1]}", flush=True)
     raise AssertionError("the last one is returned or raised")
+
+
+def read_extra(path: str | os.PathLike[str]) -> Any:
+    """The ``extra`` of a checkpoint, or of the newest in a folder whose index can be read. No rank and no model needed.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    problem: Exception = CheckpointError(f"{path} holds no complete checkpoint")
+    for folder in candidates(Path(path).absolute()):
+        try:
+            reader = Reader(read_index(folder))
+            return decode(reader.index.values.get("extra"), "extra", partial(reader.tensor_of, 0))
+        except (CheckpointError, EncodingError) as error:
+            problem = error
+    raise CheckpointError(str(problem)) from problem
 
 
 class _DamagedError(Exception):
@@ -142,7 +160,7 @@ class _Values(NamedTuple):
 
         def decoded(rank: int, name: str) -> Any:
             value = reader.index.parts[rank].values.get(name)
-            return decode(value, f"{name} of rank {rank}", lambda key: reader.tensor_of(rank, key))
+            return decode(value, f"{name} of rank {rank}", partial(reader.tensor_of, rank))
 
         made = cls(
             shared=decoded(0, "shared"),

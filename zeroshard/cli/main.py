@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zeroshard.cli import doctor, dryrun, plan, train
+from zeroshard.cli import doctor, dryrun, export, plan, train
 
 
 def parser() -> argparse.ArgumentParser:
@@ -16,6 +16,7 @@ def parser() -> argparse.ArgumentParser:
     train.define(subcommands.add_parser)
     plan.define(subcommands.add_parser)
     dryrun.define(subcommands.add_parser)
+    export.define(subcommands.add_parser)
     doctor.define(subcommands.add_parser)
     return command
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from zeroshard.checkpoint.folder import candidates
 from zeroshard.config import AUTO, DTYPES
 from zeroshard.machine import ensure_bf16_matmul, usable_cores
+from zeroshard.train.checkpoints import AUTO as AUTO_RESUME
+from zeroshard.train.checkpoints import FOLDER, NEVER
 from zeroshard.train.job import (
     DEFAULT_PRESET,
     DEVICES,
@@ -99,7 +102,25 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a timeline of a few steps of rank 0, for ui.perfetto.dev"
     )
+    parser.add_argument(
+        "--save-every", type=int, metavar="N", help="a checkpoint every N steps; short for --set train.save_every=N"
+    )
+    parser.add_argument("--keep", type=int, metavar="K", help="checkpoints to keep; short for --set train.keep=K")
+    parser.add_argument(
+        "--resume",
+        default=NEVER,
+        metavar="{auto,never,PATH}",
+        help="auto goes on from the newest complete checkpoint in the run's folder, if there is one; on any number of "
+        "ranks, in any stage (default: never)",
+    )
     nodes = parser.add_argument_group("ranks and nodes")
+    nodes.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all ranks anew when one fails, at most N times; goes with --resume auto and --save-every",
+    )
     nodes.add_argument(
         "--ranks", type=int, metavar="N", help="ranks on this node (default: one for each GPU, or two on CPU)"
     )
@@ -123,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
         ranks, nodes = _ranks(arguments.ranks, device), _nodes(arguments)
         _check_tensor_parallel(job, int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks * nodes.nnodes)
         _check_trace(arguments.trace, job)
+        out = arguments.out or Path("runs") / job.name
+        _check_resume(arguments, job, out)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":  # said once, however many ranks notice
             print(f"zeroshard train: {error}", file=sys.stderr)
@@ -130,15 +153,15 @@ def run(arguments: argparse.Namespace) -> int:
     if device == "cpu" and (message := ensure_bf16_matmul()):
         print(f"zeroshard train: {message}")  # the ranks inherit it
     if under_torchrun():
-        return _be_a_rank(job, arguments.out or Path("runs") / job.name, arguments.trace)
-    return launch(ranks, nodes, arguments.argv)
+        return _be_a_rank(job, out, arguments.trace, arguments.resume)
+    return launch(ranks, nodes, arguments.argv, arguments.restarts)
 
 
-def _be_a_rank(job: Job, out: Path, trace_file: Path | None) -> int:
+def _be_a_rank(job: Job, out: Path, trace_file: Path | None, resume: str) -> int:
     # Ctrl-C ends a rank at once, even inside a collective, and without a traceback from each of them.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        record(train)(job, out, trace_file)
+        record(train)(job, out, trace_file, resume)
     except Exception:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # otherwise recorded there, and told by whoever started us
             traceback.print_exc()
@@ -152,6 +175,8 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
         "shard.precision": arguments.precision,
         "train.device": arguments.device,
         "train.steps": arguments.steps,
+        "train.save_every": arguments.save_every,
+        "train.keep": arguments.keep,
         "train.tensor_parallel": arguments.tensor_parallel,
     }
     given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
@@ -189,6 +214,22 @@ def _check_trace(file: Path | None, job: Job) -> None:
         raise ValueError(
             f"--trace: of {job.train.steps} step(s) none has settled; use at least {LEAST_STEPS_TO_TRACE} "
             "(--steps, train.steps)"
+        )
+
+
+def _check_resume(arguments: argparse.Namespace, job: Job, out: Path) -> None:
+    if arguments.restarts < 0:
+        raise ValueError(f"--restarts must be at least 0, is {arguments.restarts}")
+    if arguments.restarts and arguments.nnodes > 1:
+        raise ValueError("--restarts is for one node; on many, run `torchrun --rdzv-backend c10d --max-restarts N …`")
+    if arguments.restarts and (arguments.resume != AUTO_RESUME or not job.train.save_every):
+        raise ValueError("--restarts without --resume auto and --save-every would begin at the first step every time")
+    if arguments.resume not in (AUTO_RESUME, NEVER) and not Path(arguments.resume).is_dir():
+        raise ValueError(f"--resume {arguments.resume}: no such folder; it takes auto, never or a checkpoint's path")
+    if arguments.resume == NEVER and job.train.save_every and candidates((out / FOLDER).absolute()):
+        raise ValueError(
+            f"{out / FOLDER} holds checkpoints of an earlier run, which this one would replace; add --resume auto to "
+            "go on from them, or choose another folder with --out"
         )
 
 

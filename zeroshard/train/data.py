@@ -91,6 +91,22 @@ class Corpus:
         starts = torch.randint(_windows(self.training, sequence), (batch,), generator=generator)
         return _cut(self.training, starts, sequence)
 
+    def training_share(
+        self, *, of_ranks: int, of_batch: int, ranks: int, sequence: int, seed: int, step: int, rank: int
+    ) -> Batch:
+        """Return a rank's part of what ``of_ranks`` ranks with batches of ``of_batch`` would see together in a step.
+
+        With as many ranks it is `training_batch`; with more or fewer, the same sequences divided otherwise.
+        """
+        each = of_ranks * of_batch // ranks
+        wanted = range(rank * each, (rank + 1) * each)
+        parts = []
+        for origin in range(wanted.start // of_batch, -(-wanted.stop // of_batch)):
+            whole = self.training_batch(batch=of_batch, sequence=sequence, seed=seed, step=step, rank=origin)
+            first, last = max(wanted.start - origin * of_batch, 0), min(wanted.stop - origin * of_batch, of_batch)
+            parts.append(Batch(whole.tokens[first:last], whole.targets[first:last]))
+        return Batch(torch.cat([part.tokens for part in parts]), torch.cat([part.targets for part in parts]))
+
     def held_out_batches(self, *, batches: int, batch: int, sequence: int, rank: int, ranks: int) -> Iterator[Batch]:
         """Yield this rank's part of windows spread evenly over the held-out files, always the same ones.
 

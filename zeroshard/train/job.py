@@ -55,11 +55,18 @@ class TrainConfig:
     tensor_parallel: int = 1
     """Ranks that share each replica of the model: they divide its matrices, and see the same batches."""
 
+    save_every: int = 0
+    """Steps between checkpoints, written to `checkpoints` in the run's folder behind training; 0 for none."""
+    keep: int = 3
+    """Checkpoints that are kept; older ones are removed."""
+
     def problems(self) -> list[tuple[str, str]]:
         """Return (key, what is wrong with it) for every value that makes no training run."""
         found = [
             (key, f"must be at least {least}, is {value}")
             for key, least in {
+                "save_every": 0,
+                "keep": 1,
                 "steps": 1,
                 "batch": 1,
                 "evaluate_every": 1,

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -50,6 +50,7 @@ class Journal:
         self.stopwatch = Stopwatch()
         self._progress = TrainingProgress(steps, console)
         self._evaluated_after = -1
+        self._timed_from: int | None = None
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
@@ -60,11 +61,25 @@ class Journal:
     ) -> None:
         self._progress.__exit__(kind, error, trace)
 
+    def state_dict(self) -> dict[str, list[float]]:
+        """What a checkpoint keeps of it."""
+        return {"losses": list(self.losses), "held_out": list(self.held_out)}
+
+    def resume(self, step: int, state: Mapping[str, list[float]]) -> None:
+        """Go on from what `state_dict` gave after a step."""
+        self.losses, self.held_out = list(state["losses"]), list(state["held_out"])
+        self._evaluated_after = step  # loading communicates too, which counts to the next step
+        self._progress.resume(step)
+
     def evaluated(self, step: int, loss: float) -> None:
         """Note the held-out loss after a step, 0 for before the first."""
         self.held_out.append(loss)
         self._evaluated_after = step
         self._progress.say(f"held-out loss {loss:.3f} " + (f"after {step} steps" if step else "before training"))
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        self._progress.say(text)
 
     def stepped(self) -> None:
         """Note that a step is done."""
@@ -72,10 +87,11 @@ class Journal:
 
     def report(self, step: int, loss: float, stats: Stats) -> None:
         """Note a step's numbers and show them. The first step has a report, and is not timed: it pays for set-up."""
-        if step == 1:
+        if self._timed_from is None:
+            self._timed_from = step
             self.stopwatch.start()
         else:
-            self.tokens_per_second = self.tokens_per_step * (step - 1) / self.stopwatch.seconds
+            self.tokens_per_second = self.tokens_per_step * (step - self._timed_from) / self.stopwatch.seconds
         self.losses.append(loss)
         self.stats = stats
         if self._evaluated_after != step - 1:  # what an evaluation gathers counts to the volume of the step after it

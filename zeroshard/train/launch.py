@@ -4,15 +4,19 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from zeroshard.machine import usable_cores
+from zeroshard.train.checkpoints import BY_SIGNAL, STOP_FILE
 
+SAVING_SECONDS = 300
 INTERRUPTED = 128 + signal.SIGINT  # the shell's exit code for a command ended by Ctrl-C
 
 
@@ -41,11 +45,26 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(ranks: int, nodes: Nodes, arguments: Sequence[str]) -> int:
+def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0) -> int:
     """Run `zeroshard` with these arguments in every rank of this node and wait for them; returns an exit code."""
     # torchrun would give each rank one thread. More than its share of the cores would make ranks wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    options = [*nodes.torchrun_options(), f"--nproc-per-node={ranks}", "-m", "zeroshard", *arguments]
+    # Told to stop, ranks save before they end; torchrun would kill them after 30 seconds.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_SECONDS))
+    options = [*nodes.torchrun_options(), f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    options += ["-m", "zeroshard", *arguments]
+    with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:
+        stop_file = os.environ[STOP_FILE] = str(Path(folder, "stopped"))
+        code = _run(options)
+        reason = Path(stop_file).read_text() if Path(stop_file).exists() else None
+    if reason is None:
+        if code == INTERRUPTED:
+            _say("interrupted; all ranks of this node were stopped")
+        return code
+    return 0 if reason == BY_SIGNAL else 1
+
+
+def _run(options: list[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's own account of a failure; what matters of it is said below
     try:
         torchrun.run(torchrun.parse_args(options))
@@ -53,7 +72,6 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str]) -> int:
         _tell(error)
         return 1
     except (KeyboardInterrupt, SignalException):
-        _say("interrupted; all ranks of this node were stopped")
         return INTERRUPTED
     finally:
         logging.disable(logging.NOTSET)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard.comm import start_process_group
 from zeroshard.machine import usable_cores
+from zeroshard.train.checkpoints import NEVER, Checkpoints, Start, tell_launcher
 from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT, sample
 from zeroshard.train.job import Job, resolve_device
@@ -64,9 +65,14 @@ class Rank:
         return total.item() / self.world
 
 
-def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
-    """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this; rank 0 is traced."""
+def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
+    """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this; rank 0 is traced.
+
+    `resume` is `auto`, `never` or the path of a checkpoint.
+    """
     here = Rank.from_environment(job.train.device, job.train.tensor_parallel)
+    start = Start.find(job, out, resume, here.data_ranks)
+    job = start.job
     console = rank_zero_console(here.rank)
     corpus = Corpus.read(job.data)
     say(console, _headline(job, here, corpus))
@@ -91,10 +97,26 @@ def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
 
     tokens = here.data_ranks * job.train.batch * job.model.sequence
     observer = Observer(model, job.train, trace_file if here.rank == 0 else None)
-    with observer, Journal(job.train.steps, tokens, console) as journal:
-        journal.evaluated(0, evaluate(model, job, corpus, here))
-        for step in range(1, job.train.steps + 1):
-            batch = corpus.training_batch(seed=job.train.seed, step=step, rank=here.data_rank, **shape).to(here.device)
+    checkpoints = Checkpoints(start, out, model, optimizer, scheduler)
+    with observer, Journal(job.train.steps, tokens, console) as journal, checkpoints:
+        saved = checkpoints.load()
+        done = 0 if saved is None else int(saved["step"])
+        if saved is None:
+            if resume != NEVER:
+                journal.say("no checkpoint to resume from: training begins at the first step")
+            journal.evaluated(0, evaluate(model, job, corpus, here))
+        else:
+            journal.resume(done, saved["journal"])
+        for step in range(done + 1, job.train.steps + 1):
+            batch = corpus.training_share(
+                of_ranks=start.origin.ranks,
+                of_batch=start.origin.batch,
+                ranks=here.data_ranks,
+                sequence=job.model.sequence,
+                seed=job.train.seed,
+                step=step,
+                rank=here.data_rank,
+            ).to(here.device)
             observer.begin(step)
             loss = model(batch.tokens, batch.targets)
             loss.backward()
@@ -106,14 +128,26 @@ def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
             journal.stepped()
 
             last = step == job.train.steps
-            if step == 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
+            if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
                 journal.report(step, here.mean(loss), zeroshard.stats(model))
             if last:
                 zeroshard.synchronize(model)  # a delayed update is still to come
             if step % job.train.evaluate_every == 0 or last:
                 with journal.stopwatch.paused():
                     journal.evaluated(step, evaluate(model, job, corpus, here))
+            if checkpoints.after_step(step, journal.state_dict()):
+                journal.say(f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
+                break
+        checkpoints.finish()
 
+    if checkpoints.stopped is not None:
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        if here.rank == 0:
+            say(console, "go on with the same command and --resume auto")
+            tell_launcher(checkpoints.stopped)
+        return
     weights = zeroshard.full_state_dict(model, rank=0)
     stage = zeroshard.stats(model).stage
     if dist.is_initialized():
@@ -122,11 +156,14 @@ def train(job: Job, out: Path, trace_file: Path | None = None) -> None:
     if here.rank != 0:
         return
     offloaded, traced = observer.offloaded, observer.told()
-    del model, optimizer, scheduler, loss, observer  # room for the sample
+    del model, optimizer, scheduler, observer, checkpoints  # room for the sample
     if traced is not None:
         say(console, traced)
     say(console, f"saved {save_weights(out, job.model, weights)}")
     say(console, _sampled_text(job, out, here.device))
+    if journal.stats is None:
+        say(console, f"all {job.train.steps} steps were made before, so there is nothing measured to show")
+        return
     outcome = journal.outcome(
         stage=stage,
         world=here.data_ranks,

@@ -74,6 +74,11 @@ class TrainingProgress:
         if self.console.is_terminal:
             self._live.stop()
 
+    def resume(self, step: int) -> None:
+        """Begin after a step."""
+        self._bar.update(self._task, completed=step)
+        self.say(f"resumed after step {step}/{self.steps}")
+
     def advance(self) -> None:
         """Move the bar on by one step."""
         self._bar.advance(self._task)

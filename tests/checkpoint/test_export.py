@@ -1,0 +1,136 @@
+"""`zeroshard export`: what transformers and PEFT load is the model that was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeroshard
+from tests.huggingface import VOCABULARY, causal, gpt2, llama, mixtral
+from tests.ranks import Pool
+from tests.training import adamw
+from zeroshard import machine
+from zeroshard.cli.main import main
+
+MODELS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
+TOKENS = torch.arange(3, 3 + 2 * 9).reshape(2, 9) % VOCABULARY
+
+
+def with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    names = {module.rsplit(".", 1)[-1] for module, _ in model.named_modules()}
+    targets = ["c_attn"] if "c_attn" in names else ["q_proj", "v_proj"]
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        target_modules=[*targets, *({"embed_tokens"} & names)],  # GPT-2's is tied to its head
+        modules_to_save=["ln_f" if "ln_f" in names else "norm"],
+        rank_pattern={targets[0]: 3},
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config).train()
+
+
+def build(name: str, adapters: bool) -> Any:
+    torch.manual_seed(4)
+    model = MODELS[name]()
+    return with_adapters(model) if adapters else model
+
+
+def train_and_save(folder: str, name: str, adapters: bool, options: dict[str, Any]) -> Tensor:
+    model = build(name, adapters)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = zeroshard.shard(model, adamw(trained), **options)
+    for step in range(2):
+        model(**causal(step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zeroshard.save(folder, model, optimizer)
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=TOKENS).logits
+    return logits
+
+
+def logits_of(folder: Path, **options: Any) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    machine.ensure_bf16_matmul()
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not report["missing_keys"], report
+    assert not report["unexpected_keys"], report
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have it
+    try:
+        with torch.no_grad():
+            logits: Tensor = model.eval()(input_ids=TOKENS).logits
+    finally:
+        torch.set_num_threads(threads)
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"stage": 3, "precision": "bf16"}),
+        ("gpt2", {"stage": 2, "precision": "bf16", "offload": "cpu"}),
+        ("mixtral", {"stage": 3}),
+    ],
+)
+def test_transformers_loads_what_was_exported_with_equal_logits(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    arguments = {"folder": str(saved), "name": name, "adapters": False, "options": options}
+    expected = Pool.shared().run(train_and_save, 2, arguments)[0]
+    assert main(["export", str(saved), str(out), "--shard-size", "0.00003"]) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    dtype = torch.bfloat16 if "precision" in options else torch.float32
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    found = logits_of(out)
+    assert found.dtype is dtype
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_adapters_are_exported_alone_and_merged(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    saved, merged, alone = tmp_path / "saved", tmp_path / "merged", tmp_path / "alone"
+    arguments = {"folder": str(saved), "name": name, "adapters": True, "options": {"stage": 3}}
+    expected = Pool.shared().run(train_and_save, 2, arguments)[0]
+    assert main(["export", str(saved), str(alone), "--adapter-only"]) == 0
+    adapted = PeftModel.from_pretrained(MODELS[name]().requires_grad_(False), alone)
+    whole = build(name, True)
+    trained = {key for key, parameter in whole.named_parameters() if parameter.requires_grad}
+    assert {key for key, _ in adapted.named_parameters() if ".lora_" in key or ".modules_to_save." in key} == trained
+    base = {key: value for key, value in whole.state_dict().items() if key not in trained}
+    incompatible = adapted.load_state_dict(base, strict=False)
+    assert set(incompatible.missing_keys) == trained
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        assert torch.equal(adapted.eval()(input_ids=TOKENS).logits, expected)
+    assert main(["export", str(saved), str(merged), "--merge"]) == 0
+    torch.testing.assert_close(logits_of(merged), expected, rtol=1e-5, atol=1e-5)
+    by_peft = adapted.merge_and_unload()
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(merged), by_peft.eval()(input_ids=TOKENS).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_adapters_are_not_exported_by_accident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "saved"
+    arguments = {"folder": str(saved), "name": "llama", "adapters": True, "options": {"stage": 3}}
+    Pool.shared().run(train_and_save, 1, arguments)
+    assert main(["export", str(saved), str(tmp_path / "out")]) == 1
+    assert "export with --merge, or with --adapter-only" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
+    assert "holds no complete checkpoint" in capsys.readouterr().err
