@@ -81,7 +81,7 @@ def merged_tensors(source: Source, adapters: Sequence[Adapter], tied: bool) -> I
     for name in names:
         if tied and ".lora_embedding_" in name:
             raise CheckpointError(
-                f"{name!r} adapts an embedding whose weight the model also uses as its head, which an adapter leaves as "
+                f"{name!r} adapts an embedding whose weight is also the head, which the adapter leaves as "
                 "it was: merged, they would differ; untie them, or export with --adapter-only"
             )
         if ".lora_magnitude_vector" in name or (".lora_B" in name and name.endswith(".bias")):
