@@ -464,6 +464,13 @@ def _store_of_restart() -> Any:
     return stores.PrefixStore(f"restart {restart}", store)
 
 
+def end_process_group() -> None:
+    """Ends it, if there is one, when all ranks have come."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def _backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """The backend that serves tensors of this device: a group may have one for each, written "cpu:gloo,cuda:nccl"."""
     config = str(dist.get_backend_config(group))

@@ -7,9 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from zeroshard.plan import paper
+from zeroshard.plan import paper, paper_table
 from zeroshard.plan.machine_profile import load
 from zeroshard.plan.paper import Claim, Kind, table
+from zeroshard.plan.paper_devices import gpt, largest_batch
 from zeroshard.plan.shape import Setup
 
 CLAIMS = table()
@@ -56,9 +57,9 @@ def test_without_model_parallelism_stage_2_trains_nine_times_what_plain_data_par
 
 
 def test_60b_is_super_linear_because_a_larger_batch_fits() -> None:
-    machine, model = load("v100"), paper.gpt(75, 8192)
+    machine, model = load("v100"), gpt(75, 8192)
     worlds = [gpus // 16 for gpus in paper.SUPER_LINEAR]
-    batches = [paper.largest_batch(model, Setup(stage=2, world=world, model_parallel=16), machine) for world in worlds]
+    batches = [largest_batch(model, Setup(stage=2, world=world, model_parallel=16), machine) for world in worlds]
     speeds = [claim(f"60B on {gpus}, the batch that fits").ours for gpus in paper.SUPER_LINEAR]
     assert batches == sorted(batches)
     assert batches[0] < batches[-1] / 2
@@ -73,7 +74,7 @@ def test_a_delayed_update_gains_at_every_size() -> None:
 
 def test_the_table_is_printed_with_every_error_and_with_what_is_off() -> None:
     text = io.StringIO()
-    paper.render(Console(file=text, width=200))
+    paper_table.render(Console(file=text, width=200))
     for entry in CLAIMS:
         assert entry.about in text.getvalue()
     assert f"Mean error {paper.mean_error(CLAIMS):.1%}" in text.getvalue()

@@ -3,22 +3,22 @@
 import argparse
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from zeroshard import machine
+from zeroshard.comm import end_process_group, start_process_group
 from zeroshard.config import DTYPES
-from zeroshard.plan import calibrate, choice, paper
-from zeroshard.plan.budget import KINDS, DeviceMemory
+from zeroshard.plan import as_json, calibrate, choice, paper_table, report
 from zeroshard.plan.choice import Row
-from zeroshard.plan.hardware import GB, Hardware, find_hardware
+from zeroshard.plan.hardware import Hardware, find_hardware
+from zeroshard.plan.machine_profile import calibrated_file
 from zeroshard.plan.models import Subject, find_model
 from zeroshard.plan.scale import cost, doubling, scale
 from zeroshard.plan.shape import Setup, Transformer
@@ -37,24 +37,12 @@ examples:
   zeroshard plan --max-model --gpus 16 --gpu-memory 32          the largest model for this hardware
   zeroshard plan --model zero-8b --gpus 64 --machine h100 --tokens 300e9
   zeroshard plan --model zero-8b --machine h100 --scale 8..8192
-  zeroshard plan --calibrate mine.toml                          measure this machine, for --machine mine.toml
+  zeroshard plan --calibrate                                    measure this machine, once
   zeroshard plan --paper                                        the papers' claims beside ours
 """
 BAD_INPUT = 2
 NOTHING_FITS = 1
-BAR = 36  # characters that stand for the whole device
 WIDTH = 132  # of what is printed where there is no terminal
-LETTERS = {
-    "parameters": ("P", "blue"),
-    "gradients": ("G", "yellow"),
-    "accumulators": ("C", "bright_yellow"),
-    "optimizer_states": ("O", "magenta"),
-    "buffers": ("B", "white"),
-    "activations": ("A", "green"),
-    "gathered": ("W", "cyan"),
-    "temporary": ("T", "bright_black"),
-}
-WORDS = {"gathered": "gathered parameters", "optimizer_states": "optimizer states"}
 
 
 def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -95,7 +83,12 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     asked.add_argument("--scale", type=_span, metavar="A..B", help="efficiency from A to B devices")
     asked.add_argument("--paper", action="store_true", help="print the claims of the two papers beside ours")
     asked.add_argument(
-        "--calibrate", type=Path, metavar="FILE", help="measure this machine in a minute; write a profile for --machine"
+        "--calibrate",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure this machine in a minute. Without FILE the profile is kept and taken from then on, by "
+        'shard(stage="auto") too; with one it is written there, for --machine. Under torchrun, links are measured too',
     )
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -106,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         if arguments.paper:
-            paper.render(console)
+            paper_table.render(console)
             return 0
         if arguments.calibrate is not None:
             return _calibrate(arguments.calibrate, console)
@@ -117,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.model is None and not (arguments.max_model or arguments.paper or arguments.calibrate):
+    if arguments.model is None and not (arguments.max_model or arguments.paper or arguments.calibrate is not None):
         raise ValueError("--model is needed: a preset, a Hugging Face config.json, or module:factory")
     for option in ("seq", "micro_batches", "model_parallel", "tokens"):
         value = getattr(arguments, option)
@@ -127,13 +120,21 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--batch max and --max-model both ask for the largest; give a number to one of them")
 
 
-def _calibrate(file: Path, console: Console) -> int:
+def _calibrate(given: str, console: Console) -> int:
+    device = calibrate.this_device()
+    file = Path(given) if given else calibrated_file(machine.device_title(device))
+    if not given:
+        file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix != ".toml" or not file.absolute().parent.is_dir():
         raise ValueError(f"--calibrate {file}: must be a .toml file in a folder that exists")
-    found = calibrate.calibrate()
+    start_process_group(device)
+    found = calibrate.calibrate(device)
     calibrate.write(found, file)
-    console.print(f"Measured in {found.seconds:.0f} s: {', '.join(sorted(found.measured))}", highlight=False)
-    console.print(f"  zeroshard plan --model MODEL --machine {file}", highlight=False, soft_wrap=True)
+    if int(os.environ.get("RANK", "0")) == 0:
+        console.print(f"Measured in {found.seconds:.0f} s: {', '.join(sorted(found.measured))}", highlight=False)
+        use = f"zeroshard plan --model MODEL --machine {file}" if given else f"kept in {file}, and taken from now on"
+        console.print(f"  {use}", highlight=False, soft_wrap=True)
+    end_process_group()
     return 0
 
 
@@ -151,17 +152,22 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
         vocabulary = choice.VOCABULARY
         if subject is not None and subject.transformer is not None:
             vocabulary = subject.transformer.vocabulary
-        return _largest_models(choice.largest_models(setup, hardware, vocabulary), hardware, arguments, console)
+        found = choice.largest_models(setup, hardware, vocabulary)
+        if arguments.json:
+            print(json.dumps(as_json.largest(found, hardware), indent=2))
+        else:
+            report.print_largest(found, hardware, console)
+        return 0 if any(model is not None for _, model in found) else NOTHING_FITS
     assert subject is not None
     rows = choice.plan(subject, setup, hardware, arguments.batch or subject.batch)
     best = choice.recommend(rows)
     extras = _extras(arguments, best or rows[-1], hardware)
     if arguments.json:
-        print(json.dumps(_as_json(rows, best, hardware, subject) | extras, indent=2))
+        print(json.dumps(as_json.rows(rows, best, hardware, subject) | extras, indent=2))
     else:
-        _print_rows(rows, best, hardware, console)
-        _print_recommendation(best, rows, subject, hardware, console)
-        _print_extras(extras, console)
+        report.print_rows(rows, best, hardware, console)
+        report.print_recommendation(best, rows, subject, hardware, console)
+        report.print_extras(extras, console)
     return 0 if best is not None else NOTHING_FITS
 
 
@@ -218,240 +224,6 @@ def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict
     return found
 
 
-# -- printing ---------------------------------------------------------------------------------------------------------
-
-
-def _print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, console: Console) -> None:
-    model, setup = rows[0].model, rows[0].setup
-    batches = {row.setup.batch for row in rows}
-    kept = ", checkpointed" if setup.checkpointing and isinstance(model, Transformer) else ""
-    batch = f"batch {setup.batch}" if len(batches) == 1 else "largest batch"
-    console.print(
-        f"{model.name}: {_count(model.parameters)} parameters, {setup.precision}, {batch} × {setup.sequence}{kept}"
-    )
-    console.print(f"on {hardware}", highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("stage", justify="right")
-    table.add_column("offload", no_wrap=True)
-    if len(batches) > 1:
-        table.add_column("batch", justify="right")
-    table.add_column(f"peak of one rank; {BAR} characters are {hardware.device_memory / GB:.4g} GB", no_wrap=True)
-    for title in ("GB", "room", "host GB", "volume"):
-        table.add_column(title, justify="right", no_wrap=True)
-    timed = any(row.time is not None for row in rows)
-    if timed:
-        table.add_column("step", justify="right", no_wrap=True)
-        table.add_column("bound by", overflow="ellipsis", no_wrap=True)
-    for row in rows:
-        cells: list[str | Text] = [str(row.setup.stage), row.variant.name]
-        if len(batches) > 1:
-            cells.append(str(row.setup.batch))
-        host = row.budget.host.total
-        cells += [
-            _bar(row.budget.peak, hardware),
-            _gb(row.budget.peak.total),
-            Text(_gb(row.room, sign=True), style="green" if row.room >= 0 else "red"),
-            Text(_gb(host) if host else "", style="red" if host and row.host_room < 0 else ""),
-            f"{row.volume.elements / _per_rank(row):.2f}Ψ",
-        ]
-        if timed:
-            cells += [f"{row.time.total:.3g} s", row.time.bottleneck.value] if row.time is not None else ["", ""]
-        table.add_row(*cells, style="bold" if row is best else "" if row.fits else "dim")
-    console.print(table)
-    legend = Text("  ").join(
-        Text(f"{letter} {WORDS.get(kind, kind)}", style=colour) for kind, (letter, colour) in LETTERS.items()
-    )
-    console.print(legend)
-    console.print(
-        "room: beside what driver and allocator take; host GB: of one rank, red if its part of the node has less\n",
-        highlight=False,
-    )
-
-
-def _per_rank(row: Row) -> float:
-    """Ψ of one rank: model parallelism leaves it a part."""
-    return row.model.parameters / row.setup.model_parallel
-
-
-def _bar(memory: DeviceMemory, hardware: Hardware) -> Text:
-    """One letter for each share of the device; what is beyond it ends in an arrow."""
-    scale_ = BAR / hardware.device_memory
-    bar, drawn, total = Text(), 0, 0.0
-    for kind in KINDS:
-        total += getattr(memory, kind)
-        until = min(BAR, round(total * scale_))
-        letter, colour = LETTERS[kind]
-        bar.append(letter * (until - drawn), style=colour)
-        drawn = max(drawn, until)
-    bar.append("·" * (BAR - drawn), style="dim")
-    bar.append("→" if total * scale_ > BAR + 0.5 else " ", style="red")
-    return bar
-
-
-def _print_recommendation(
-    best: Row | None, rows: Sequence[Row], subject: Subject, hardware: Hardware, console: Console
-) -> None:
-    if best is None:
-        nearest = max(rows, key=lambda row: min(row.room, row.host_room if row.setup.offload is not None else row.room))
-        lacks = "device" if nearest.room < 0 else "host"
-        missing = -nearest.room if nearest.room < 0 else -nearest.host_room
-        console.print(
-            f"Nothing fits. Stage {nearest.setup.stage}, offload {nearest.variant.name} comes nearest: a rank lacks "
-            f"{_gb(missing)} GB of {lacks} memory. Use more GPUs, a smaller --batch or --seq, or --checkpointing.",
-            highlight=False,
-        )
-        return
-    needs, setup = best.budget, best.setup
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    table.add_column(f"GB of one rank in stage {setup.stage}, offload {best.variant.name}")
-    table.add_column("at the step", justify="right")
-    table.add_column(f"at the peak, in {needs.phase.value}", justify="right")
-    for kind in KINDS:
-        step, peak = getattr(needs.at_step, kind), getattr(needs.peak, kind)
-        if step or peak:
-            table.add_row(WORDS.get(kind, kind), _gb(step), _gb(peak))
-    table.add_row("total", _gb(needs.at_step.total), _gb(needs.peak.total), style="bold")
-    if needs.host.total:
-        table.add_row("host memory, pinned", _gb(needs.host.pinned), "")
-        table.add_row("host memory, pageable", _gb(needs.host.pageable), "")
-    console.print(table)
-    why = "the fastest that fits" if best.time is not None else "it fits and changes least"
-    console.print(f"\nTake stage {setup.stage}, offload {best.variant.name}: {why}.", style="bold", highlight=False)
-    if setup.offload is not None and setup.offload.update_in_backward:
-        console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")
-    console.print(f"  model, optimizer = {choice.shard_call(setup)}", highlight=False, soft_wrap=True)
-    command = choice.torchrun_command(setup, hardware, subject.preset)
-    console.print(f"  {command}", highlight=False, soft_wrap=True)
-
-
-def _print_extras(extras: dict[str, Any], console: Console) -> None:
-    if "training" in extras:
-        told = extras["training"]
-        console.print(
-            f"\n{_count(told['tokens'])} tokens: {told['steps']:,} steps, {told['days']:.3g} days, "
-            f"{told['gpu_hours']:,.0f} GPU-hours",
-            highlight=False,
-        )
-    if "scale" in extras:
-        table = Table(box=None, pad_edge=False, padding=(0, 2))
-        for title in ("GPUs", "step s", "tokens/s", "efficiency", "exposed communication"):
-            table.add_column(title, justify="right")
-        for point in extras["scale"]:
-            table.add_row(
-                str(point["gpus"]),
-                f"{point['step_seconds']:.3g}",
-                f"{point['tokens_a_second']:,.0f}",
-                f"{point['efficiency']:.0%}",
-                f"{point['exposed_communication']:.0%}",
-            )
-        console.print()
-        console.print(table)
-
-
-def _largest_models(
-    found: Iterable[tuple[Row, Transformer | None]],
-    hardware: Hardware,
-    arguments: argparse.Namespace,
-    console: Console,
-) -> int:
-    found = list(found)
-    if arguments.json:
-        answer = [
-            {
-                "stage": row.setup.stage,
-                "offload": row.variant.name,
-                "parameters": model.parameters if model is not None else 0,
-                "layers": model.layers if model is not None else 0,
-                "hidden": model.hidden if model is not None else 0,
-            }
-            for row, model in found
-        ]
-        print(json.dumps({"hardware": _hardware_json(hardware), "largest": answer}, indent=2))
-        return 0
-    setup = found[0][0].setup
-    console.print(f"The largest GPT: {setup.precision}, batch {setup.batch} × {setup.sequence}")
-    console.print(f"on {hardware}", highlight=False)
-    most = max((model.parameters for _, model in found if model is not None), default=1)
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for title in ("stage", "offload", "parameters", "layers × hidden", "", "peak GB", "host GB", "step"):
-        table.add_column(title, justify="left" if title in ("offload", "") else "right", no_wrap=True)
-    for row, model in found:
-        if model is None:
-            table.add_row(str(row.setup.stage), row.variant.name, "none", style="dim")
-            continue
-        host, time = row.budget.host.total, row.time
-        table.add_row(
-            str(row.setup.stage),
-            row.variant.name,
-            _count(model.parameters),
-            f"{model.layers} × {model.hidden}",
-            "█" * max(1, round(BAR * model.parameters / most)),
-            _gb(row.budget.peak.total),
-            _gb(host) if host else "",
-            f"{time.total:.3g} s" if time is not None else "",
-        )
-    console.print(table)
-    return 0 if any(model is not None for _, model in found) else NOTHING_FITS
-
-
-# -- for programs -----------------------------------------------------------------------------------------------------
-
-
-def _as_json(rows: Sequence[Row], best: Row | None, hardware: Hardware, subject: Subject) -> dict[str, Any]:
-    return {
-        "model": {"name": subject.name, "parameters": rows[0].model.parameters},
-        "hardware": _hardware_json(hardware),
-        "rows": [_row_json(row) for row in rows],
-        "recommended": None
-        if best is None
-        else {
-            "stage": best.setup.stage,
-            "offload": best.variant.name,
-            "batch": best.setup.batch,
-            "shard": choice.shard_call(best.setup),
-            "command": choice.torchrun_command(best.setup, hardware, subject.preset),
-        },
-    }
-
-
-def _hardware_json(hardware: Hardware) -> dict[str, Any]:
-    return {
-        "gpus": hardware.gpus,
-        "nodes": hardware.nodes,
-        "device_memory": hardware.device_memory,
-        "host_memory": hardware.host_memory,
-        "profile": hardware.machine.name if hardware.machine is not None else None,
-        "profile_guessed": hardware.guessed,
-    }
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    time, needs = row.time, row.budget
-    return {
-        "stage": row.setup.stage,
-        "offload": row.variant.name,
-        "batch": row.setup.batch,
-        "fits": row.fits,
-        "room": row.room,
-        "host_room": row.host_room,
-        "at_step": asdict(needs.at_step) | {"total": needs.at_step.total},
-        "peak": asdict(needs.peak) | {"total": needs.peak.total, "phase": needs.phase.value},
-        "host": asdict(needs.host),
-        "volume": asdict(row.volume) | {"elements": row.volume.elements},
-        "time": None
-        if time is None
-        else {
-            "step": time.total,
-            "compute": time.compute,
-            "update": time.update,
-            "exposed_communication": time.exposed,
-            "exposed_pcie": time.exposed_pcie,
-            "tflops_per_device": time.tflops_per_device,
-            "bottleneck": time.bottleneck.value,
-        },
-    }
-
-
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
@@ -468,16 +240,3 @@ def _span(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} must be two numbers of devices, the smaller first: 8..8192")
     return int(match[1]), int(match[2])
-
-
-def _count(number: float) -> str:
-    """Return a number in thousands, millions and so on."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
-
-
-def _gb(size: float, *, sign: bool = False) -> str:
-    digits = 1 if abs(size) >= 10 * GB else 2 if abs(size) >= 0.1 * GB else 3
-    return f"{size / GB:{'+' if sign else ''},.{digits}f}"

@@ -123,7 +123,7 @@ class Pipeline:
             self.pool = DryPool()
             self.mover, self.updater = DryWorker("gradient copy", LANDING), DryWorker("update", 0)
         else:
-            self.pool = Pool(options.threads or _default_threads(device))
+            self.pool = Pool(options.threads or default_threads(device))
             self.mover, self.updater = Worker("gradient copy", use_device), Worker("update", use_device)
         self.room = threading.Semaphore(LANDING + dry)
         self.down = torch.cuda.Stream(device) if cuda else None
@@ -326,7 +326,7 @@ class Pipeline:
         return arrived
 
 
-def _default_threads(device: torch.device) -> int:
+def default_threads(device: torch.device) -> int:
     """This rank's cores, less one that drives the device where there is one and enough of them."""
     cores = share().threads
     return cores - 1 if device.type == "cuda" and cores >= DRIVER_CORES else cores

@@ -24,8 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import machine as facts
+from ..offload.arena import Arena
 from ..offload.kernel import AdamRule, Pool, Segment
-from .machine_profile import Machine, load
+from ..offload.pipeline import default_threads
+from ..train.gpt import Block, ModelConfig
+from .machine_profile import DEVICE_UPDATE_BYTES, Machine, load
 
 SECONDS = 0.4
 """Each measurement repeats for so long, at least three times."""
@@ -50,7 +53,11 @@ class Size(NamedTuple):
 
 GPU_SIZES = (Size(1024, 2048), Size(2048, 4096), Size(4096, 4096), Size(4096, 16384))
 CPU_SIZES = (Size(128, 256), Size(256, 512), Size(512, 1024), Size(1024, 1024))
-SEQUENCE = 256
+GPU_SEQUENCE, CPU_SEQUENCE = 1024, 256
+GPU_DEPTH = 4
+"""Blocks in a row, so that the device is waited for as seldom as in a training."""
+UPDATED = (8 << 20,) * 8
+"""Elements of the parameters that one update takes."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,11 @@ class Calibration:
 def calibrate(device: torch.device | None = None) -> Calibration:
     """Measures; with several ranks, all call it and all get the first one's result."""
     begin = time.perf_counter()
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts.ensure_bf16_matmul()
+    device = device or this_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        facts.ensure_bf16_matmul()
     base, known = nearest_profile(device)
     base = replace(base, name="this machine", title=facts.device_title(device), devices_per_node=_local_ranks(device))
     found: dict[str, float] = {}
@@ -137,18 +147,20 @@ def fit(works: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
 
 
 def block_rates(device: torch.device, dtype: torch.dtype, sizes: Sequence[Size]) -> Iterator[float]:
-    """FLOPs a second of forward and backward through one block, everything in it included."""
+    """FLOPs a second of forward and backward through blocks of a GPT, everything in them included."""
+    cuda = device.type == "cuda"
+    depth, sequence = (GPU_DEPTH, GPU_SEQUENCE) if cuda else (1, CPU_SEQUENCE)
     for size in sizes:
-        block = nn.TransformerEncoderLayer(
-            size.hidden, max(1, size.hidden // 64), 4 * size.hidden, 0.0, "gelu", batch_first=True, norm_first=True
-        ).to(device, dtype)
-        shape = (max(1, size.tokens // SEQUENCE), SEQUENCE, size.hidden)
+        config = ModelConfig(layers=depth, hidden=size.hidden, heads=max(1, size.hidden // 64), sequence=sequence)
+        blocks = nn.Sequential(*(Block(config) for _ in range(depth))).to(device, dtype)
+        shape = (max(1, size.tokens // sequence), sequence, size.hidden)
         tokens = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        wanted = [tokens, *blocks.parameters()]
 
-        def pass_through(block: nn.Module = block, tokens: Tensor = tokens) -> None:
-            block(tokens).sum().backward()
+        def pass_through(blocks: nn.Module = blocks, tokens: Tensor = tokens, wanted: list[Tensor] = wanted) -> None:
+            torch.autograd.grad(blocks(tokens).sum(), wanted)
 
-        forward = 24 * size.work + 4 * size.tokens * SEQUENCE * size.hidden
+        forward = depth * (24 * size.work + 4 * size.tokens * sequence * size.hidden)
         yield 3 * forward / seconds_of(pass_through, device)
 
 
@@ -176,9 +188,7 @@ def _measure_device(device: torch.device, base: Machine, known: bool) -> dict[st
     found["device.efficiency"] = min(1.0, rates[short] / peak)
     # One efficiency serves both precisions, so that this one's peak is what gives its measured rate.
     found["device.peak_fp32"] = rates[torch.float32] / found["device.efficiency"]
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    found["device.bandwidth"] = 2 * COPY_BYTES / seconds_of(lambda: target.copy_(source), device)
+    found["device.bandwidth"] = sum(UPDATED) * DEVICE_UPDATE_BYTES / _update_seconds(device, short)
     if device.type == "cuda":
         found["device.memory"] = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -186,14 +196,31 @@ def _measure_device(device: torch.device, base: Machine, known: bool) -> dict[st
     return found
 
 
+def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Of one update on the device as the runtime has it: gradients widened, AdamW on masters, parameters cast back."""
+    masters = [torch.full((size,), 0.01, device=device) for size in UPDATED]
+    parameters = [master.to(dtype) for master in masters]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
+
+    def update() -> None:
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.grad = parameter.to(torch.float32)
+        optimizer.step()
+        for master, parameter in zip(masters, parameters, strict=True):
+            parameter.copy_(master)
+
+    return seconds_of(update, device)
+
+
 def _measure_host(device: torch.device) -> dict[str, float]:
     """Through the kernel that updates, 28 bytes a parameter; all ranks of a node at once."""
-    gradient = torch.full((HOST_PARAMETERS,), 0.01, dtype=torch.bfloat16)
-    master, first, second = (torch.full((HOST_PARAMETERS,), 0.01) for _ in range(3))
+    arena = Arena(14 * HOST_PARAMETERS, pinned=False)  # the memory that states live in
+    gradient = arena.take(HOST_PARAMETERS, torch.bfloat16).fill_(0.01)
+    master, first, second = (arena.take(HOST_PARAMETERS, torch.float32).fill_(0.01) for _ in range(3))
     segment = Segment(
         gradient=gradient, master=master, parameter=gradient, moments=(first, second), rule=None, key=0, start=0
     )
-    pool = Pool()
+    pool = Pool(default_threads(device))
     try:
         batch = pool.prepare([segment])
         seconds = seconds_of(lambda: batch.run([RULE], 1.0), torch.device("cpu"))
@@ -250,6 +277,13 @@ def _ring(device: torch.device, group: Any, ranks: int) -> tuple[float, float]:
     small, large = all_reduce(16), all_reduce(MESSAGE_BYTES)
     moved = 2 * MESSAGE_BYTES * (ranks - 1) / ranks
     return small / 2 / (ranks - 1), moved / max(large - small, 1e-9)
+
+
+def this_device() -> torch.device:
+    """The GPU of this rank, if there is one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
 def _local_ranks(device: torch.device) -> int:

@@ -10,29 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
-from itertools import groupby
-
-from rich.console import Console
-from rich.table import Table
 
 from ..config import Offload
 from .machine_profile import Machine, load
 from .memory import StateBytes
+from .paper_devices import (
+    BASELINE,
+    BILLION,
+    GB,
+    ZERO_R,
+    Residual,
+    device_bytes,
+    fits,
+    gpt,
+    largest_batch,
+    largest_model,
+)
 from .shape import Setup, Transformer
 from .time import StepTime, host_update_bytes, step_time
-
-GB, BILLION = 1e9, 1e9
-SEQUENCE = 1024
-RESERVED = 3.2 * GB
-"""Of a device, whatever the model: CUDA's and NCCL's own, about 1.2 GB, and the two fused buffers of 5e8 16-bit
-elements that the papers' runtime had by default (C_B)."""
-WORKING = 12
-"""Elements of activations a token and hidden unit that one block holds while it is recomputed (ZeRO, section 3)."""
-WHOLE_BUFFERS = 4
-"""Bytes a parameter of fused fp32 buffers that are as large as the model, where nothing bounds them (ZeRO, 6.2)."""
-LEAST_BATCH = 4
-"""Of a replica, for the largest models: what ZeRO-Offload's 13B ran with; ZeRO's with MP 16 ran with 16."""
 
 
 class Kind(Enum):
@@ -67,74 +62,6 @@ class Claim:
     @property
     def fitted(self) -> bool:
         return self.kind is Kind.FITTED
-
-
-# -- memory -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Residual:
-    """What of ZeRO-R a run uses."""
-
-    partitioned: bool = True
-    """P_a: checkpoints are divided among model-parallel ranks."""
-    bounded: bool = True
-    """C_B: fused buffers have a constant size."""
-
-
-ZERO_R, BASELINE = Residual(), Residual(partitioned=False, bounded=False)
-
-
-def device_bytes(model: Transformer, setup: Setup, residual: Residual = ZERO_R) -> float:
-    """What one device of the papers' time needs: states, checkpoints, one block's activations, logits, buffers."""
-    parameters = model.parameters // setup.model_parallel
-    states = StateBytes(2 * parameters, 2 * parameters, 12 * parameters).on_device(setup.offload)
-    tokens = setup.batch * setup.sequence
-    checkpoints = 2 * tokens * model.hidden * model.layers
-    return (
-        states.per_rank(setup.stage, setup.world)
-        + (0 if residual.bounded else WHOLE_BUFFERS * parameters)
-        + checkpoints / (setup.model_parallel if residual.partitioned else 1)
-        + 2 * WORKING * tokens * model.hidden
-        + (2 + 4) * tokens * model.vocabulary / setup.model_parallel
-        + RESERVED
-    )
-
-
-def fits(model: Transformer, setup: Setup, machine: Machine, residual: Residual = ZERO_R) -> bool:
-    """On the device, and what is offloaded on the host."""
-    on_host = 0.0 if setup.offload is None else 16.0 * model.parameters * _nodes_share(setup, machine)
-    return device_bytes(model, setup, residual) <= machine.device.memory and on_host <= machine.host.memory
-
-
-def _nodes_share(setup: Setup, machine: Machine) -> float:
-    return min(1.0, machine.devices_per_node / setup.devices)
-
-
-def largest_batch(model: Transformer, setup: Setup, machine: Machine, residual: Residual = ZERO_R) -> int:
-    """Sequences of a micro-batch; 0 where not even one fits."""
-    batch = 0
-    while fits(model, replace(setup, batch=batch + 1), machine, residual):
-        batch += 1
-    return batch
-
-
-def largest_model(hidden: int, setup: Setup, machine: Machine, residual: Residual = ZERO_R) -> float:
-    """Parameters, in billions, of as many blocks as fit."""
-    setup = replace(setup, batch=max(LEAST_BATCH, setup.model_parallel))
-    low, high = 0, 1
-    while fits(gpt(high, hidden), setup, machine, residual):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(gpt(middle, hidden), setup, machine, residual) else (low, middle)
-    return gpt(low, hidden).parameters / BILLION if low else 0.0
-
-
-@cache
-def gpt(layers: int, hidden: int) -> Transformer:
-    """The papers' models: GPT-2 in other sizes."""
-    return Transformer(layers=layers, hidden=hidden, heads=max(1, hidden // 128), vocabulary=50257, positions=SEQUENCE)
 
 
 # -- theory -------------------------------------------------------------------------------------------------------
@@ -379,77 +306,3 @@ def mean_error(claims: list[Claim]) -> float:
     """Of what the papers measured and nothing was fitted to; formulas, which are exact, are left out."""
     errors = [abs(claim.error) for claim in claims if claim.kind is Kind.MEASURED]
     return sum(errors) / len(errors)
-
-
-FAR = 0.25
-"""An error above this is pointed at."""
-
-
-def render(console: Console) -> None:
-    """Prints the claims, those of formulas one line a row of the papers' tables, and what is off."""
-    claims = table()
-    formulas, others = _empty("Formulas of the papers, and ours"), _empty("What the papers did, and ours")
-    for (source, theory), group in groupby(claims, key=lambda claim: (claim.source, claim.kind is Kind.THEORY)):
-        shown = formulas if theory else others
-        shown.add_section()
-        shown.add_row(f"[bold]{source}[/bold]")
-        for about, cells in groupby(group, key=lambda claim: claim.about):
-            row = list(cells)
-            far = max(abs(claim.error) for claim in row)
-            style = "bold red" if far > FAR else "dim" if row[0].fitted else ""
-            note = ", ".join(filter(None, (row[0].unit, "fitted" if row[0].fitted else "", row[0].note)))
-            error = f"{far:.1%}" if theory else _verdict(row[0])
-            shown.add_row(f"  {about}", *_columns(row), error, note, style=style)
-    console.print(formulas)
-    console.print(others)
-    console.print(summary(claims))
-
-
-def _empty(title: str) -> Table:
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("claim")
-    for name in ("paper", "ours", "error"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("")
-    return shown
-
-
-def _verdict(claim: Claim) -> str:
-    if claim.kind is Kind.REACHED:
-        return "reached" if claim.error == 0 else "missed"
-    return f"{claim.error:+.0%}"
-
-
-def _columns(row: list[Claim]) -> tuple[str, str]:
-    """What is printed, and ours."""
-    pairs = ([claim.printed for claim in row], [claim.ours for claim in row])
-    printed, ours = (" / ".join(_short(value) for value in values) for values in pairs)
-    return printed, ours
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def summary(claims: list[Claim]) -> str:
-    """The mean error, what was fitted, and what is off and why."""
-    measured = [claim for claim in claims if claim.kind is Kind.MEASURED]
-    far = [claim for claim in measured if abs(claim.error) > FAR]
-    fitted = ", ".join(claim.about for claim in claims if claim.fitted)
-    return (
-        f"Mean error {mean_error(claims):.1%} over {len(measured)} measured claims that nothing was fitted to; "
-        f"{len(far)} of them are off by more than {FAR:.0%}. Fitted: {fitted}.\n{OFF}"
-    )
-
-
-OFF = """Chosen, not fitted, but with the papers at hand: sizes are at a batch of 4 a replica, or of its degree of model
-parallelism where that is more (at a batch of 1 they come out larger, and the mean error is 16%); a process updates on
-one socket.
-Where it is off:
-- Beyond 100B ZeRO's speed falls faster than its batch explains, and so does that of the last size before memory ends
-  (13B on 128). An allocator that is short of memory may be why; it is not modelled.
-- 60B on 64 ran with a batch of 16; by our count 34 fit. Super-linear it is in ours too, but less.
-- Megatron-LM's batches are not known here; small ones over 64 devices and more come out too slow.
-- 10B with offload reached 35.1 TFLOPS on one GPU in one figure and 41.1 in another. The profile follows the second, so
-  that all of the first come out too fast, most on 2 to 16 GPUs of one node, where theirs lost 15% and ours 2%.
-- Stage 2 and Megatron-LM on 4 GPUs went less far than memory allows by our count."""

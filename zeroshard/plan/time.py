@@ -25,12 +25,10 @@ import torch
 from ..bounds import IN_FLIGHT
 from ..config import Offload
 from ..offload.pipeline import LANDING
-from .machine_profile import Machine
+from .machine_profile import DEVICE_UPDATE_BYTES, Machine
 from .shape import Setup, Transformer
 from .timeline import Lane, Span, Timeline
 
-DEVICE_UPDATE_BYTES = 77
-"""Traffic a parameter of a foreach AdamW on fp32 masters, passes over temporaries included; measured on an H200."""
 STEPS = 4
 """Steps that are laid out; the last one is taken, when what one leaves to the next has settled."""
 LAID_OUT = 3

@@ -1,0 +1,84 @@
+"""The plan for programs: what ``zeroshard plan --json`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from . import choice
+from .choice import Row
+from .hardware import Hardware
+from .models import Subject
+from .shape import Transformer
+
+
+def largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware) -> dict[str, Any]:
+    """The largest model of each stage and offload."""
+    answer = [
+        {
+            "stage": row.setup.stage,
+            "offload": row.variant.name,
+            "parameters": model.parameters if model is not None else 0,
+            "layers": model.layers if model is not None else 0,
+            "hidden": model.hidden if model is not None else 0,
+        }
+        for row, model in found
+    ]
+    return {"hardware": _hardware(hardware), "largest": answer}
+
+
+def rows(planned: Sequence[Row], best: Row | None, hardware: Hardware, subject: Subject) -> dict[str, Any]:
+    """Every stage and offload, and the one to take."""
+    return {
+        "model": {"name": subject.name, "parameters": planned[0].model.parameters},
+        "hardware": _hardware(hardware),
+        "rows": [_row(row) for row in planned],
+        "recommended": None
+        if best is None
+        else {
+            "stage": best.setup.stage,
+            "offload": best.variant.name,
+            "batch": best.setup.batch,
+            "shard": choice.shard_call(best.setup),
+            "command": choice.torchrun_command(best.setup, hardware, subject.preset),
+        },
+    }
+
+
+def _hardware(hardware: Hardware) -> dict[str, Any]:
+    return {
+        "gpus": hardware.gpus,
+        "nodes": hardware.nodes,
+        "device_memory": hardware.device_memory,
+        "host_memory": hardware.host_memory,
+        "profile": hardware.machine.name if hardware.machine is not None else None,
+        "profile_guessed": hardware.guessed,
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    time, needs = row.time, row.budget
+    return {
+        "stage": row.setup.stage,
+        "offload": row.variant.name,
+        "batch": row.setup.batch,
+        "fits": row.fits,
+        "room": row.room,
+        "host_room": row.host_room,
+        "at_step": asdict(needs.at_step) | {"total": needs.at_step.total},
+        "peak": asdict(needs.peak) | {"total": needs.peak.total, "phase": needs.phase.value},
+        "host": asdict(needs.host),
+        "volume": asdict(row.volume) | {"elements": row.volume.elements},
+        "time": None
+        if time is None
+        else {
+            "step": time.total,
+            "compute": time.compute,
+            "update": time.update,
+            "exposed_communication": time.exposed,
+            "exposed_pcie": time.exposed_pcie,
+            "tflops_per_device": time.tflops_per_device,
+            "bottleneck": time.bottleneck.value,
+        },
+    }

@@ -1,0 +1,200 @@
+"""The plan in a terminal: a row with a bar for every stage and offload, the one to take, and what else was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import choice
+from .budget import KINDS, DeviceMemory
+from .choice import Row
+from .hardware import GB, Hardware
+from .models import Subject
+from .shape import Transformer
+
+BAR = 36  # characters that stand for the whole device
+LETTERS = {
+    "parameters": ("P", "blue"),
+    "gradients": ("G", "yellow"),
+    "accumulators": ("C", "bright_yellow"),
+    "optimizer_states": ("O", "magenta"),
+    "buffers": ("B", "white"),
+    "activations": ("A", "green"),
+    "gathered": ("W", "cyan"),
+    "temporary": ("T", "bright_black"),
+}
+WORDS = {"gathered": "gathered parameters", "optimizer_states": "optimizer states"}
+
+
+def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, console: Console) -> None:
+    """Every stage and offload, with memory of one rank as a bar."""
+    model, setup = rows[0].model, rows[0].setup
+    batches = {row.setup.batch for row in rows}
+    kept = ", checkpointed" if setup.checkpointing and isinstance(model, Transformer) else ""
+    batch = f"batch {setup.batch}" if len(batches) == 1 else "largest batch"
+    console.print(
+        f"{model.name}: {_count(model.parameters)} parameters, {setup.precision}, {batch} × {setup.sequence}{kept}"
+    )
+    console.print(f"on {hardware}", highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("stage", justify="right")
+    table.add_column("offload", no_wrap=True)
+    if len(batches) > 1:
+        table.add_column("batch", justify="right")
+    table.add_column(f"peak of one rank; {BAR} characters are {hardware.device_memory / GB:.4g} GB", no_wrap=True)
+    for title in ("GB", "room", "host GB", "volume"):
+        table.add_column(title, justify="right", no_wrap=True)
+    timed = any(row.time is not None for row in rows)
+    if timed:
+        table.add_column("step", justify="right", no_wrap=True)
+        table.add_column("bound by", overflow="ellipsis", no_wrap=True)
+    for row in rows:
+        cells: list[str | Text] = [str(row.setup.stage), row.variant.name]
+        if len(batches) > 1:
+            cells.append(str(row.setup.batch))
+        host = row.budget.host.total
+        cells += [
+            _bar(row.budget.peak, hardware),
+            _gb(row.budget.peak.total),
+            Text(_gb(row.room, sign=True), style="green" if row.room >= 0 else "red"),
+            Text(_gb(host) if host else "", style="red" if host and row.host_room < 0 else ""),
+            f"{row.volume.elements / _per_rank(row):.2f}Ψ",
+        ]
+        if timed:
+            cells += [f"{row.time.total:.3g} s", row.time.bottleneck.value] if row.time is not None else ["", ""]
+        table.add_row(*cells, style="bold" if row is best else "" if row.fits else "dim")
+    console.print(table)
+    legend = Text("  ").join(
+        Text(f"{letter} {WORDS.get(kind, kind)}", style=colour) for kind, (letter, colour) in LETTERS.items()
+    )
+    console.print(legend)
+    console.print(
+        "room: beside what driver and allocator take; host GB: of one rank, red if its part of the node has less\n",
+        highlight=False,
+    )
+
+
+def _per_rank(row: Row) -> float:
+    """Ψ of one rank: model parallelism leaves it a part."""
+    return row.model.parameters / row.setup.model_parallel
+
+
+def _bar(memory: DeviceMemory, hardware: Hardware) -> Text:
+    """One letter for each share of the device; what is beyond it ends in an arrow."""
+    scale_ = BAR / hardware.device_memory
+    bar, drawn, total = Text(), 0, 0.0
+    for kind in KINDS:
+        total += getattr(memory, kind)
+        until = min(BAR, round(total * scale_))
+        letter, colour = LETTERS[kind]
+        bar.append(letter * (until - drawn), style=colour)
+        drawn = max(drawn, until)
+    bar.append("·" * (BAR - drawn), style="dim")
+    bar.append("→" if total * scale_ > BAR + 0.5 else " ", style="red")
+    return bar
+
+
+def print_recommendation(
+    best: Row | None, rows: Sequence[Row], subject: Subject, hardware: Hardware, console: Console
+) -> None:
+    """The one to take by kind of memory, with the call and the command; or what is lacking."""
+    if best is None:
+        nearest = max(rows, key=lambda row: min(row.room, row.host_room if row.setup.offload is not None else row.room))
+        lacks = "device" if nearest.room < 0 else "host"
+        missing = -nearest.room if nearest.room < 0 else -nearest.host_room
+        console.print(
+            f"Nothing fits. Stage {nearest.setup.stage}, offload {nearest.variant.name} comes nearest: a rank lacks "
+            f"{_gb(missing)} GB of {lacks} memory. Use more GPUs, a smaller --batch or --seq, or --checkpointing.",
+            highlight=False,
+        )
+        return
+    needs, setup = best.budget, best.setup
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column(f"GB of one rank in stage {setup.stage}, offload {best.variant.name}")
+    table.add_column("at the step", justify="right")
+    table.add_column(f"at the peak, in {needs.phase.value}", justify="right")
+    for kind in KINDS:
+        step, peak = getattr(needs.at_step, kind), getattr(needs.peak, kind)
+        if step or peak:
+            table.add_row(WORDS.get(kind, kind), _gb(step), _gb(peak))
+    table.add_row("total", _gb(needs.at_step.total), _gb(needs.peak.total), style="bold")
+    if needs.host.total:
+        table.add_row("host memory, pinned", _gb(needs.host.pinned), "")
+        table.add_row("host memory, pageable", _gb(needs.host.pageable), "")
+    console.print(table)
+    why = "the fastest that fits" if best.time is not None else "it fits and changes least"
+    console.print(f"\nTake stage {setup.stage}, offload {best.variant.name}: {why}.", style="bold", highlight=False)
+    if setup.offload is not None and setup.offload.update_in_backward:
+        console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")
+    console.print(f"  model, optimizer = {choice.shard_call(setup)}", highlight=False, soft_wrap=True)
+    command = choice.torchrun_command(setup, hardware, subject.preset)
+    console.print(f"  {command}", highlight=False, soft_wrap=True)
+
+
+def print_extras(extras: dict[str, Any], console: Console) -> None:
+    """What a training costs, and how it scales."""
+    if "training" in extras:
+        told = extras["training"]
+        console.print(
+            f"\n{_count(told['tokens'])} tokens: {told['steps']:,} steps, {told['days']:.3g} days, "
+            f"{told['gpu_hours']:,.0f} GPU-hours",
+            highlight=False,
+        )
+    if "scale" in extras:
+        table = Table(box=None, pad_edge=False, padding=(0, 2))
+        for title in ("GPUs", "step s", "tokens/s", "efficiency", "exposed communication"):
+            table.add_column(title, justify="right")
+        for point in extras["scale"]:
+            table.add_row(
+                str(point["gpus"]),
+                f"{point['step_seconds']:.3g}",
+                f"{point['tokens_a_second']:,.0f}",
+                f"{point['efficiency']:.0%}",
+                f"{point['exposed_communication']:.0%}",
+            )
+        console.print()
+        console.print(table)
+
+
+def print_largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware, console: Console) -> None:
+    """The largest model of each stage and offload, with a bar."""
+    setup = found[0][0].setup
+    console.print(f"The largest GPT: {setup.precision}, batch {setup.batch} × {setup.sequence}")
+    console.print(f"on {hardware}", highlight=False)
+    most = max((model.parameters for _, model in found if model is not None), default=1)
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for title in ("stage", "offload", "parameters", "layers × hidden", "", "peak GB", "host GB", "step"):
+        table.add_column(title, justify="left" if title in ("offload", "") else "right", no_wrap=True)
+    for row, model in found:
+        if model is None:
+            table.add_row(str(row.setup.stage), row.variant.name, "none", style="dim")
+            continue
+        host, time = row.budget.host.total, row.time
+        table.add_row(
+            str(row.setup.stage),
+            row.variant.name,
+            _count(model.parameters),
+            f"{model.layers} × {model.hidden}",
+            "█" * max(1, round(BAR * model.parameters / most)),
+            _gb(row.budget.peak.total),
+            _gb(host) if host else "",
+            f"{time.total:.3g} s" if time is not None else "",
+        )
+    console.print(table)
+
+
+def _count(number: float) -> str:
+    """Return a number in thousands, millions and so on."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def _gb(size: float, *, sign: bool = False) -> str:
+    digits = 1 if abs(size) >= 10 * GB else 2 if abs(size) >= 0.1 * GB else 3
+    return f"{size / GB:{'+' if sign else ''},.{digits}f}"
