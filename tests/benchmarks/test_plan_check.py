@@ -1,0 +1,61 @@
+"""The check of the plan runs, and would see a plan that is off."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.plan_check import Case, Compared, Measured, cases, hardware, main, recommendations, verdicts
+from zeroshard.plan.choice import Row, Variant
+from zeroshard.plan.machine_profile import load
+from zeroshard.plan.models import from_config
+
+
+def compared(case: Case, seconds: float) -> Compared:
+    """A case whose run was as planned, but for its time."""
+    place = hardware(case, torch.device("cuda"), load("h200"))
+    row = Row(Variant(case.way, case.offload), from_config(case.job.config), case.setup, place)
+    planned = Compared(case, row, Measured(0, None, 0, 0)).planned
+    return Compared(case, row, replace(planned, seconds=seconds))
+
+
+def test_a_few_cases_are_as_planned_here(tmp_path: Path) -> None:
+    assert main(["--device", "cpu", "--only", "fp32", "--out", str(tmp_path / "out.json")]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert len(told["cases"]) == 4
+    assert {case["world"] for case in told["cases"]} == {1, 8}
+    assert all(case["measured"]["volume"] > 0 for case in told["cases"] if case["world"] > 1)
+
+
+def test_there_are_enough_cases_of_every_kind() -> None:
+    found = cases(on_gpu=True)
+    assert len(found) >= 20
+    assert {case.stage for case in found} == {0, 1, 2, 3}
+    assert {case.precision for case in found} == {"fp32", "bf16", "fp16"}
+    assert sum(case.way != "none" for case in found) >= 10
+
+
+def test_what_is_recommended_is_judged_by_what_was_measured() -> None:
+    members = [case for case in cases(on_gpu=True) if case.precision == "bf16"]
+    by_plan = [compared(case, 1.0) for case in members]
+    by_plan = [Compared(one.case, one.row, replace(one.measured, seconds=one.row.time.total)) for one in by_plan]  # type: ignore[union-attr]
+    advised = recommendations(by_plan)
+    assert len(advised) >= 10
+    assert all(answer.good for answer in advised)
+    otherwise = [
+        Compared(one.case, one.row, replace(one.measured, seconds=1 / one.measured.seconds))  # type: ignore[operator]
+        for one in by_plan
+    ]
+    held, _ = verdicts(otherwise, recommendations(otherwise))["recommended"]
+    assert not held
+
+
+def test_a_plan_that_is_off_fails() -> None:
+    one = compared(cases(on_gpu=True)[0], 1.0)
+    for name, factor in (("states", 1.02), ("peak", 1.2), ("volume", 2)):
+        wrong = replace(one.measured, **{name: math.ceil(factor * getattr(one.measured, name)) + 1})
+        assert not verdicts([Compared(one.case, one.row, wrong)], [])[name][0]
