@@ -1,11 +1,12 @@
 """zeroshard: train models that do not fit, from an unchanged PyTorch model and an unchanged training loop."""
 
+from .activations.checkpoint import checkpoint as _recomputed
 from .api import full_state_dict, gathered, no_sync, shard, stats, synchronize
 from .checkpoint.format import CheckpointError
 from .checkpoint.load import load
 from .checkpoint.save import save
 from .comm import DisagreementError, StallError, Traffic
-from .config import Config, LossScale, Offload, Precision
+from .config import Activations, Config, LossScale, Offload, Precision
 from .nonfinite import NonFiniteError
 from .observe.ledger import Memory, Stats
 from .observe.trace import Trace, trace
@@ -14,7 +15,11 @@ from .optimizer import ShardedOptimizer
 
 __version__ = "0.1.0"
 
+checkpoint = _recomputed
+"""Bound last: importing the package of that name, which saves and loads, binds the name to itself."""
+
 __all__ = [
+    "Activations",
     "CheckpointError",
     "Config",
     "DisagreementError",
@@ -29,6 +34,7 @@ __all__ = [
     "Stats",
     "Trace",
     "Traffic",
+    "checkpoint",
     "full_state_dict",
     "gathered",
     "load",

@@ -59,6 +59,12 @@ def shard(
             print(message)
     fabric = Fabric(device, config.stall_timeout, config.mesh, parallel.mesh_of(model))
     _check_same_everywhere(model, optimizer, config, fabric)
+    if config.activations is not None and config.activations.partition and fabric.model.world == 1:
+        raise ValueError(
+            "activations.partition divides checkpoints among model-parallel ranks, and this model has no tensor "
+            "parallelism: parallelise it before shard(), or leave partition out (offload=True keeps whole checkpoints "
+            "on the host)"
+        )
     config, foresight = _consult_plan(model, optimizer, config, fabric)
     runtime = Runtime(model, optimizer, config, fabric)
     guards.install(runtime)

@@ -105,12 +105,12 @@ class Meter:
     counts: dict[str, Traffic] = field(default_factory=dict)
 
     def add(self, kind: Collective, tensor: Tensor) -> None:
-        passes = 2 if kind is Collective.ALL_REDUCE else 1
+        self.count(kind, tensor.numel(), tensor.element_size())
+
+    def count(self, kind: Collective, numel: int, itemsize: int) -> None:
         old = self.counts.get(kind.value, Traffic())
-        numel = passes * tensor.numel()
-        self.counts[kind.value] = Traffic(
-            old.elements + numel, old.bytes + numel * tensor.element_size(), old.calls + 1
-        )
+        numel *= 2 if kind is Collective.ALL_REDUCE else 1
+        self.counts[kind.value] = Traffic(old.elements + numel, old.bytes + numel * itemsize, old.calls + 1)
 
     def take(self) -> dict[str, Traffic]:
         counts, self.counts = self.counts, {}
@@ -185,6 +185,10 @@ class Lane:
 
         return self._on_stream(run)
 
+    def run(self, work: Callable[[], object]) -> Pending:
+        """Does something else on the lane's stream, after the device's work so far: a copy to or from the host."""
+        return self._on_stream(work)
+
     @contextmanager
     def blaming_stalls(self) -> Iterator[None]:
         """Turns a backend's time-out or lost connection into an error that names the rank and the unit."""
@@ -204,7 +208,7 @@ class Lane:
         if self.group is not None:
             self.meter.add(kind, whole)
 
-    def _on_stream(self, run: Callable[[], None]) -> Pending:
+    def _on_stream(self, run: Callable[[], object]) -> Pending:
         if self.stream is None:
             with self.blaming_stalls():
                 run()
@@ -345,13 +349,19 @@ class Fabric:
         return self.gathers.world
 
     @property
+    def local_ranks(self) -> int:
+        """Ranks that share this host: all, unless torchrun says otherwise."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+
+    @property
     def data_parallel(self) -> int:
         """Over how many ranks gradients are averaged."""
         return self.gathers.world * self.between.world
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        return (self.gathers, self.reduces, self.between, self.model)
+        """Those on which all ranks must do the same. Data-parallel ranks may differ in what they recompute."""
+        return (self.gathers, self.reduces, self.between)
 
     def _new_groups(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Makes a group of every row, as all ranks must; returns this rank's, or None if it is alone in it."""
@@ -428,6 +438,13 @@ class Fabric:
                     _all_gather(gathered, value.reshape(1), lane.group)
                 value = gathered.sum()
         return value
+
+    def gather_along_model(self, value: Tensor) -> Tensor:
+        """The small tensors of all model-parallel ranks, one row each."""
+        gathered = torch.empty(self.model.world, *value.shape, dtype=value.dtype, device=value.device)
+        with self.model.blaming_stalls():
+            _all_gather(gathered, value[None], self.model.group)
+        return gathered
 
     def _wait_on_host(self, event: torch.cuda.Event) -> None:
         deadline = time.monotonic() + self.stall_timeout

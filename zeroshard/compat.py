@@ -98,7 +98,7 @@ def completed(tensor: Tensor) -> Tensor:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape and no values, as in a dry run without a device."""
-    return isinstance(tensor, FakeTensor)
+    return isinstance(local_tensor(tensor), FakeTensor)
 
 
 def pointer(tensor: Tensor) -> int:
@@ -126,6 +126,24 @@ class OperationWatch(TorchDispatchMode):
 
     def see(self, tensors: list[Tensor]) -> None:
         raise NotImplementedError
+
+
+@contextmanager
+def watch_functional_collectives(see: Callable[[str, int, int], None]) -> Iterator[None]:
+    """Inside, ``see`` is told of every functional collective: its name, elements of the whole, and bytes of each."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func.namespace == "_c10d_functional":
+                tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+                if tensors:
+                    largest = max(tensors, key=Tensor.numel)
+                    see(func._opname, largest.numel(), largest.itemsize)
+            return result
+
+    with Watch():  # type: ignore[no-untyped-call]
+        yield
 
 
 @contextmanager

@@ -336,6 +336,44 @@ class Offload:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Blocks are recomputed in backward, so that of what they make only their inputs, the checkpoints, are kept."""
+
+    checkpoint: bool = True
+    """Recompute every unit but the root, as if the model called ``zeroshard.checkpoint`` on it.
+
+    False leaves that to the model, and the options below are for the calls that it makes.
+    """
+    partition: bool = False
+    """Divide each checkpoint among the model-parallel ranks, which would all keep the same (P_a)."""
+    offload: bool = False
+    """Checkpoints, divided or whole, wait for backward in host memory (P_a+cpu)."""
+    prefetch: int = 1
+    """How many blocks ahead a divided or offloaded checkpoint is brought back."""
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint", "partition", "offload"):
+            _require_flag(f"activations.{name}", getattr(self, name))
+        _require_count("activations.prefetch", self.prefetch, least=0)
+        if not (self.checkpoint or self.partition or self.offload):
+            raise ValueError("activations has no effect with checkpoint, partition and offload all off; leave it out")
+        if self.prefetch != 1 and not (self.partition or self.offload):
+            raise ValueError("activations.prefetch has no effect without partition or offload; leave it out")
+
+    @classmethod
+    def parse(cls, value: object) -> Self | None:
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            known = [entry.name for entry in fields(cls)]
+            for name in value:
+                if name not in known:
+                    raise ValueError(f"activations.{name} is unknown{nearest(name, known)}; known: {', '.join(known)}")
+            return cls(**value)
+        raise ValueError(f"activations={value!r} must be a zeroshard.Activations, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Every option of ``shard()``. A field either has an effect or is refused, with the remedy."""
 
@@ -361,6 +399,14 @@ class Config:
 
     "skip" warns and leaves it out; "stop" also sets ``stats(model).stop_reason``, and later steps are refused; "raise"
     raises ``zeroshard.NonFiniteError`` on all ranks. None does not look. Looking makes ``step()`` wait for the device.
+    """
+    activations: Activations | None = None
+    """Which activations are kept from forward to backward, and where. None leaves that to the model."""
+    arena: bool = False
+    """Keep checkpoints and reduced gradients in one block of device memory, as large as the first step shows (M_D).
+
+    Gradients that ``parameter.grad`` shows (stage 0) and those that go to the host are not in it. The block is held
+    between steps too.
     """
     units: tuple[str | type[nn.Module], ...] | None = None
     """Modules (names, wildcards allowed, or classes) that form units; by default the repeated blocks are found."""
@@ -419,6 +465,9 @@ class Config:
                 f"on_nonfinite={self.on_nonfinite!r} looks at all gradients before any is used, and "
                 "offload.update_in_backward uses each as it comes; leave one of them out"
             )
+        if self.activations is not None:
+            object.__setattr__(self, "activations", Activations.parse(self.activations))
+        _require_flag("arena", self.arena)
         _require_positive("stall_timeout", self.stall_timeout)
         if self.stall_timeout > LONGEST_STALL:
             raise ValueError(f"stall_timeout={self.stall_timeout!r} must be at most {LONGEST_STALL:g} seconds, a year")

@@ -85,7 +85,7 @@ class Slot(NamedTuple):
     def view(self, whole: Tensor) -> Tensor:
         """The parameter as a view of a whole flat."""
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        return whole.as_strided(self.shape, strides, self.start)
+        return whole.as_strided(self.shape, strides, whole.storage_offset() + self.start)
 
 
 class Piece(NamedTuple):

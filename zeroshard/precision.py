@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from .comm import Fabric
 from .config import LossScale
 from .reducer import gradient_of
 from .unit import Flat
+
+Leaf = TypeVar("Leaf")
 
 
 def tensors_in(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -39,12 +41,17 @@ def tensors_in(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
         yield from tensors_in(entry, seen)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with every tensor replaced. Objects of other kinds are passed through untouched."""
-    if isinstance(value, Tensor):
+    return map_leaves(Tensor, function, value)
+
+
+def map_leaves(kind: type[Leaf], function: Callable[[Leaf], Any], value: Any) -> Any:
+    """The same structure with everything of one kind replaced."""
+    if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
-        changed = {key: map_tensors(function, entry) for key, entry in value.items()}
+        changed = {key: map_leaves(kind, function, entry) for key, entry in value.items()}
         if type(value) is dict:
             return changed
         mapping: Any = copy.copy(value)
@@ -52,13 +59,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             mapping[key] = entry
         return mapping
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, entry) for entry in value))
+        return type(value)(*(map_leaves(kind, function, entry) for entry in value))
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(function, entry) for entry in value)
+        return type(value)(map_leaves(kind, function, entry) for entry in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)
         for entry in dataclasses.fields(value):
-            object.__setattr__(record, entry.name, map_tensors(function, getattr(value, entry.name)))
+            object.__setattr__(record, entry.name, map_leaves(kind, function, getattr(value, entry.name)))
         return record
     return value
 

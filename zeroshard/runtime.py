@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from . import compat, parallel
+from .activations.arena import DeviceArena
+from .activations.checkpoint import Checkpoints
+from .activations.kept import Stores
 from .buffers import Buffers
 from .comm import Fabric, Traffic
 from .config import Config, state_table
@@ -66,6 +69,7 @@ class Runtime(NotCopyable):
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
         self._volume: dict[str, Traffic] = {}
         self._volume_between: dict[str, Traffic] = {}
+        self._volume_model: dict[str, Traffic] = {}
         self._memory_at_step: Memory | None = None
         self._host_traffic: dict[str, int] = {}
         self.optimizer: ShardedOptimizer | None = None
@@ -76,6 +80,7 @@ class Runtime(NotCopyable):
 
         turns = Turns()
         self.pipeline = place_on_host(self.units, optimizer, config, fabric, turns)
+        self.arena = DeviceArena(fabric.device) if config.arena else None
         adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
         self._buffers = Buffers(model, fabric)
@@ -106,6 +111,10 @@ class Runtime(NotCopyable):
                 after_step=self._after_step,
                 on_error=self._failed,
             )
+        self.checkpoints = self._keep_activations()
+        if self.arena is not None:
+            for gradient in self.reducer.gradients:
+                gradient.live_in(self.arena)
         object.__setattr__(model, _ATTRIBUTE, self)
         _runtimes.add(self)
 
@@ -115,6 +124,21 @@ class Runtime(NotCopyable):
             if name not in names:
                 titles = [unit.title for unit in self.units]
                 raise ValueError(f"keep names {name!r}, which is no unit; units: {', '.join(titles)}")
+
+    def _keep_activations(self) -> Checkpoints | None:
+        options = self.config.activations
+        if options is None:
+            return None
+        if options.checkpoint and len(self.units) == 1:
+            raise ValueError(
+                "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
+                "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
+            )
+        stores = Stores(options, self.fabric, self.arena, self.fabric.local_ranks)
+        checkpoints = Checkpoints(stores)
+        blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
+        checkpoints.watch(self.model, blocks)
+        return checkpoints
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -177,6 +201,7 @@ class Runtime(NotCopyable):
             stage=self.stage,
             volume=dict(self._volume),
             volume_between=dict(self._volume_between),
+            volume_model=dict(self._volume_model),
             parameters=sum(flat.layout.parameters for flat in flats),
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
@@ -214,6 +239,9 @@ class Runtime(NotCopyable):
         if self.pipeline is not None:
             self._host_traffic = self.pipeline.take_traffic()
         self._volume_between = self.fabric.meter_between.take()
+        self._volume_model = self.fabric.meter_model.take()
+        if self.arena is not None and self.optimizer is not None:
+            self.arena.settle(self.optimizer.steps)
 
 
 def runtime_of(model: nn.Module) -> Runtime:

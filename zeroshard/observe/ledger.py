@@ -53,6 +53,10 @@ class Stats:
     """By collective, what the last completed step moved. A step runs from one ``optimizer.step()`` to the next."""
     volume_between: Mapping[str, Traffic]
     """With a mesh, what moved between replicas; ``volume`` is then what moved inside them."""
+    volume_model: Mapping[str, Traffic]
+    """With divided activation checkpoints (P_a), what moved between model-parallel ranks to put them together again.
+
+    What tensor parallelism itself moves is not in it: that is torch's, and counted by ``observe.collectives``."""
     parameters: int
     """Ψ: the elements of all parameters; with tensor parallelism, of this rank's parts of them."""
     padded_parameters: int
@@ -96,7 +100,7 @@ def measure(model: nn.Module, units: Iterable[Unit], optimizer_tensors: Iterable
     masters = [flat.master for flat in flats if flat.separate_master and flat.host is None]
     return Memory(
         parameters=_bytes(flat.shard for flat in flats if flat.has_shard),
-        gradients=_bytes(gradients),
+        gradients=_bytes(gradients) + sum(f.gradient.arena_bytes for f in flats if f.gradient is not None),
         accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators),
         optimizer_states=_bytes([*masters, *optimizer_tensors]),
         gathered=_bytes(flat.whole for flat in flats if flat.sharded),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Sequence
 
@@ -33,7 +32,7 @@ def place_on_host(
     looked_at = (config.clip_grad_norm, config.precision.loss_scale, config.on_nonfinite)
     norms = any(option is not None for option in looked_at)
     dry = any(compat.is_fake(parameter) for unit in units for flat in unit.flats for parameter in flat.parameters)
-    pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=_local_ranks(fabric), dry=dry)
+    pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=fabric.local_ranks, dry=dry)
     _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)
     for unit, stays in zip(units, _stay(units, options, fabric), strict=True):
@@ -85,7 +84,7 @@ def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]
     elif fabric.device.type == "cuda":
         budget = int(DEVICE_SHARE * torch.cuda.mem_get_info(fabric.device)[0])
     else:
-        budget = int(DEVICE_SHARE * machine.available_memory()) // _local_ranks(fabric)
+        budget = int(DEVICE_SHARE * machine.available_memory()) // fabric.local_ranks
     flats = [flat for unit in units for flat in unit.flats]
     at_rest = sum(
         (flat.shard_range if flat.sharded else flat.layout.whole).numel * flat.dtype.itemsize for flat in flats
@@ -137,7 +136,3 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
 
 def _size(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
-
-
-def _local_ranks(fabric: Fabric) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", fabric.world))

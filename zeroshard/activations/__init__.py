@@ -1,0 +1,1 @@
+"""Activation checkpoints: recomputed blocks, whose inputs are divided among ranks or wait on the host."""

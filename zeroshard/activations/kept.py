@@ -1,0 +1,166 @@
+"""One activation checkpoint between forward and backward: divided among model-parallel ranks, on the host, or as it is.
+
+    forward:   tensor → this rank's part of its elements (P_a) → the device, in the arena or not, or the host (P_a+cpu)
+    backward:  the host → this rank's slice of a whole tensor → all-gathered → tensor
+
+Both ways run on the stream of the model-parallel lane, beside the computation. What comes back is bit for bit what
+went, in the memory layout that it had.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import compat, parallel
+from ..comm import Done, Fabric, Pending
+from ..config import Activations
+from ..layout import round_up
+from .arena import DeviceArena, Slot
+from .host import HostPool
+
+ON_THEIR_WAY = 2
+"""Checkpoints whose copies to the host are under way, at most. Bounds the device memory that they still hold."""
+ALIGNMENT = 64
+"""Parts are multiples of so many elements."""
+
+
+class Stores:
+    """What the checkpoints of one model have in common: where they go, and through what."""
+
+    def __init__(self, options: Activations, fabric: Fabric, arena: DeviceArena | None, local_ranks: int) -> None:
+        self.options, self.fabric, self.arena = options, fabric, arena
+        self.host = HostPool(fabric.device, local_ranks) if options.offload else None
+        self.bytes_to_host = self.bytes_to_device = 0
+        self._leaving: deque[tuple[Pending, Tensor]] = deque()
+
+    def parts_of(self, tensor: Tensor) -> int:
+        """Into how many parts a checkpoint is divided. A DTensor that is divided already stays as it is."""
+        return self.fabric.model.world if self.options.partition and not parallel.divided(tensor) else 1
+
+    def send(self, source: Tensor, slot: Tensor) -> None:
+        """Copies to the host; the source is held until it has left."""
+        target = slot[: source.nbytes].view(source.dtype)
+        pending = self.fabric.model.run(lambda: target.copy_(source, non_blocking=True))
+        self._leaving.append((pending, source))
+        self.bytes_to_host += source.nbytes
+        self.let_go(ON_THEIR_WAY)
+
+    def let_go(self, at_most: int) -> None:
+        """Waits, on the device, for copies to the host, until no more than so many hold their source."""
+        while len(self._leaving) > at_most:
+            self._leaving.popleft()[0].wait()
+
+
+class _Form(NamedTuple):
+    """What a tensor was, beside its elements."""
+
+    shape: torch.Size
+    order: tuple[int, ...]
+    """Its axes as they lie in memory, outermost first."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> tuple[_Form, Tensor]:
+        """The form, and the elements in the order of memory; a tensor that lies in no plain order is copied."""
+        order = tuple(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
+        laid = tensor.permute(order)
+        if not laid.is_contiguous():
+            order, laid = tuple(range(tensor.dim())), tensor.contiguous()
+        return cls(tensor.shape, order), laid.reshape(-1)
+
+    def view(self, elements: Tensor) -> Tensor:
+        """The tensor again."""
+        laid = elements.view([self.shape[axis] for axis in self.order])
+        return laid.permute([self.order.index(axis) for axis in range(len(self.order))])
+
+
+class Kept:
+    """One tensor that a checkpoint keeps."""
+
+    def __init__(self, tensor: Tensor, stores: Stores, label: str) -> None:
+        self._stores, self._label = stores, label
+        self.requires_grad = tensor.requires_grad
+        self._outside = tensor.detach() if isinstance(tensor, DTensor) else None
+        """Of a DTensor, all but its values."""
+        self._form, elements = _Form.of(parallel.local(tensor.detach()))
+        self._dtype, self._numel = tensor.dtype, elements.numel()
+        self._host: Tensor | None = None
+        self._device: Tensor | Slot | None = None
+        self._coming: tuple[Pending, Tensor] | None = None
+        self._parts = stores.parts_of(tensor)
+        self._rank = stores.fabric.model.rank if self._parts > 1 else 0
+        self._part = round_up(-(-self._numel // self._parts), ALIGNMENT) if self._parts > 1 else self._numel
+        self._put_away(elements)
+        if self._outside is not None:
+            nothing = torch.empty((), dtype=self._dtype, device=elements.device)
+            compat.point(self._outside, nothing.expand(self._form.shape))
+
+    def _put_away(self, elements: Tensor) -> None:
+        stores = self._stores
+        if self._parts > 1:
+            elements = elements[self._part * self._rank :][: self._part]
+        if stores.host is not None:
+            self._host = stores.host.take(elements.nbytes)
+            stores.send(elements, self._host)
+        elif stores.arena is not None:
+            self._device = stores.arena.take(elements.numel(), self._dtype)
+            assert self._device.tensor is not None
+            self._device.tensor.copy_(elements)
+        else:
+            self._device = elements.clone() if self._parts > 1 else elements  # a slice would hold all of it
+
+    def fetch(self) -> None:
+        """Starts bringing it back."""
+        if self._coming is not None:
+            return
+        stores = self._stores
+        stores.let_go(0)
+        lane, device = stores.fabric.model, stores.fabric.device
+        mine = self._device.tensor if isinstance(self._device, Slot) else self._device
+        if self._parts == 1 and isinstance(self._device, Tensor):
+            self._coming = (Done(), self._device)
+            return
+        # A copy also of what has a place in the arena: autograd holds what it uses longer than the checkpoint lasts.
+        whole = torch.empty(self._part * self._parts, dtype=self._dtype, device=device)
+        slice_of_mine = whole[self._part * self._rank :][: self._part]
+        numel = max(0, min(self._part, self._numel - self._part * self._rank))
+        host = self._host
+
+        def fill() -> None:
+            source = mine if host is None else host[: numel * self._dtype.itemsize].view(self._dtype)
+            assert source is not None
+            slice_of_mine[:numel].copy_(source, non_blocking=True)
+
+        if host is not None:
+            stores.bytes_to_device += numel * self._dtype.itemsize
+        if self._parts > 1:
+            self._coming = (lane.all_gather(whole, slice_of_mine, self._label, fill), whole)
+        else:
+            self._coming = (lane.run(fill), whole)
+
+    def take(self) -> Tensor:
+        """The tensor as it was. What was kept is kept still, for a second backward."""
+        self.fetch()
+        assert self._coming is not None
+        pending, whole = self._coming
+        self._coming = None
+        pending.wait()
+        tensor = self._form.view(whole[: self._numel])
+        if self._outside is not None:
+            tensor = parallel.like(self._outside, tensor)
+        return tensor.detach().requires_grad_(self.requires_grad)
+
+    def drop(self) -> None:
+        """Gives the memory back, when no backward will come any more."""
+        if self._coming is not None:  # fetched ahead of a backward that did not come: peers wait for our messages
+            self._coming[0].wait()
+            self._coming = None
+        if isinstance(self._device, Slot):
+            self._device.free()
+        if self._host is not None and self._stores.host is not None:
+            self._stores.host.give_back(self._host)
+        self._device = self._host = None
