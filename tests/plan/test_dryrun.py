@@ -103,6 +103,15 @@ def test_the_command_prints_the_table_and_names_bad_input(capsys: pytest.Capture
     assert "name a stage and an offload" in capsys.readouterr().err
 
 
+def test_a_cap_on_memory_is_held_to(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["dryrun", "tiny", "--world", "8", "--without-gpu", "--memory-cap"]
+    assert main([*asked, "1"]) == 0
+    assert main([*asked, "0.001"]) == 1
+    assert "is above --memory-cap 0.001" in capsys.readouterr().err
+    assert main([*asked, "-1"]) == 2
+    assert "--memory-cap -1 must be above 0" in capsys.readouterr().err
+
+
 def test_the_command_tells_device_and_host_apart_and_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["dryrun", "tiny", "--world", "4", "--stage", "2", "--offload", "cpu", "--without-gpu"]
     assert main(asked) == 0

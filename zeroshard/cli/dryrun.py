@@ -32,11 +32,13 @@ counted is what would be alive. Sets memory by kind and volume beside the plan a
 EXAMPLES = """\
 examples:
   zeroshard dryrun zero-7.5b --world 64 --stage 1      figure 1 of the ZeRO paper; stages 2 and 3 likewise
-  zeroshard dryrun zero-1000b --world 1024             a rank of a trillion parameters, in minutes without a GPU
+  zeroshard dryrun zero-1000b --world 1024 --memory-cap 32   a rank of a trillion parameters, in minutes
   zeroshard dryrun zero-8b --world 4 --offload cpu     what is on the device, and what on the host
   zeroshard dryrun zero-100b --world 400 --rank 7 --set train.batch=1
 """
 BAD_INPUT = 2
+TOO_MUCH = 1
+GIB = 2**30
 WIDTH = 110  # of what is printed where there is no terminal
 
 
@@ -58,6 +60,7 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
     parser.add_argument("--without-gpu", action="store_true", help="shapes without values, also where there is a GPU")
     parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="change one value")
+    parser.add_argument("--memory-cap", type=float, metavar="GIB", help="fail if it takes more of the device")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -80,17 +83,40 @@ def run(arguments: argparse.Namespace) -> int:
                 '"auto" is chosen where a job starts; name a stage and an offload, or ask `zeroshard plan`'
             )
         real = torch.cuda.is_available() and not arguments.without_gpu
+        cap = _cap(arguments.memory_cap, real)
         result = _run(job, arguments.world, arguments.rank, real)
     except ValueError as error:
         print(f"zeroshard dryrun: {error}", file=sys.stderr)
         return BAD_INPUT
+    except torch.OutOfMemoryError as error:
+        told = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        print(f"zeroshard dryrun: {told}", file=sys.stderr)
+        return TOO_MUCH
     seen = _Seen(job, config, arguments.world, arguments.rank, result)
     if arguments.json:
         print(json.dumps(seen.as_json(), indent=2))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
         console.print(seen.table())
+    if cap is not None and result.peak > cap:
+        print(
+            f"zeroshard dryrun: its peak of {result.peak / GIB:.2f} GiB is above --memory-cap {arguments.memory_cap:g}",
+            file=sys.stderr,
+        )
+        return TOO_MUCH
     return 0
+
+
+def _cap(asked: float | None, real: bool) -> float | None:
+    """Return the cap in bytes; torch's allocator is held to it where memory is real."""
+    if asked is None:
+        return None
+    if not 0 < asked < float("inf"):
+        raise ValueError(f"--memory-cap {asked:g} must be above 0")
+    if real:
+        whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, asked * GIB / whole))
+    return asked * GIB
 
 
 def _run(job: Job, world: int, rank: int, real: bool) -> DryRun:
