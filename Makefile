@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test bench bench-adam lint format clean
+.PHONY: help setup train test soak bench bench-adam bench-checkpoint lint format clean
 
 help:  ## show this list
 	@echo "zeroshard: ZeRO stages 0 to 3 for unchanged PyTorch models. The first target you run also sets up $(VENV)."
@@ -33,6 +33,9 @@ train: $(READY)  ## train a 10M-parameter GPT on the Python standard library's s
 test: lint  ## lint, then run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
+soak: $(READY)  ## kill ranks of a run 30 times and see that it ends with the bits of an unbroken one (several minutes)
+	$(BIN)/python -m tests.checkpoint.killing $(ARGS)
+
 # DeepSpeed is the one peer that torch does not bring. Without it the others are still compared, and the table says so.
 $(PEERS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]' || \
@@ -44,6 +47,9 @@ bench: $(PEERS)  ## tokens/s and peak memory beside DDP, FSDP2 and DeepSpeed, on
 
 bench-adam: $(PEERS)  ## the host optimizer beside DeepSpeed's, torch's and the memory's own speed (about a minute)
 	$(BIN)/python benchmarks/adam.py $(ARGS)
+
+bench-checkpoint: $(READY)  ## saving and loading beside torch.distributed.checkpoint (about a minute)
+	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 
 lint: $(READY)  ## ruff (lint and format) and mypy --strict
 	$(BIN)/ruff check .

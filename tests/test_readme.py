@@ -34,7 +34,7 @@ def test_every_command_is_one_that_exists(command: str) -> None:
 
 def test_the_python_code_runs_as_a_world_of_one() -> None:
     blocks = [text for language, text in FENCED if language == "python"]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # a mesh needs a group
     for code in blocks:
         env = os.environ | (alone if "init_device_mesh" in code else {})

@@ -26,6 +26,7 @@ JOB = [
 ]  # fmt: skip
 BEGUN = ("resumed after step", "held-out loss")
 LONGEST_WAIT = 60.0
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # so that runs can be compared bit by bit, whatever the cores
 
 
 class Torchrun:
@@ -36,9 +37,8 @@ class Torchrun:
         command += [f"--max-restarts={restarts}", "--monitor-interval=0.05", *JOB, "--out", str(out), *arguments]
         self.lines: list[str] = []
         self.begun = threading.Semaphore(0)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

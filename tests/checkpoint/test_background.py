@@ -72,7 +72,7 @@ def test_a_save_waits_for_the_one_before_and_says_so(
     threading.Timer(0.3, gate.open).start()
     second = run.save(str(tmp_path / "second"), asynchronous=True)
     assert first.done
-    assert "first is still being written, so this save waits for it" in capsys.readouterr().out
+    assert "first is still being written, and is waited for" in capsys.readouterr().out
     second.wait()
     for name in ("first", "second"):
         assert (tmp_path / name / "COMPLETE").exists()

@@ -173,7 +173,7 @@ class Latest:
         """Back-pressure. Collective."""
         if self._saving is not None:
             if not self._saving.done:
-                say(f"zeroshard: {self._saving.path} is still being written, so this save waits for it")
+                say(f"zeroshard: {self._saving.path} is still being written, and is waited for")
             saving, self._saving = self._saving, None
             saving.wait()
 

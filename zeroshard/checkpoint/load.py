@@ -23,7 +23,7 @@ from .folder import candidates
 from .format import BUFFER, SHOWN, VALUE, CheckpointError, Index, read_index
 from .names import name_of
 from .read import Reader
-from .save import agree, check_optimizer
+from .save import agree, check_optimizer, finish_latest
 from .values import EncodingError, decode
 
 HOW_TO_COMPUTE = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -57,6 +57,7 @@ def load(
     """
     runtime = runtime_of(model)
     fabric = runtime.fabric
+    finish_latest(runtime)
     folders: list[Path] = []
     problem: Exception | None = None
     try:

@@ -65,8 +65,7 @@ def save(
     runtime = runtime_of(model)
     fabric = runtime.fabric
     target = Path(path).absolute()
-    latest = _latest.setdefault(runtime, Latest())
-    latest.wait(lambda text: _say(fabric, text))
+    latest = finish_latest(runtime)
     with compat.label("zeroshard.save"), torch.no_grad():
         contents, problem = None, None
         try:
@@ -94,7 +93,7 @@ def save(
 
 
 def _snapshot(runtime: Runtime, contents: Contents) -> tuple[Contents, bool]:
-    snapshots = _snapshots.setdefault(runtime, Snapshots(runtime.fabric))
+    snapshots = snapshots_of(runtime.model)
     lacking = snapshots.room_for(contents)
     if lacking is not None:
         _say(runtime.fabric, f"zeroshard: {lacking}, so this save blocks")
@@ -102,6 +101,19 @@ def _snapshot(runtime: Runtime, contents: Contents) -> tuple[Contents, bool]:
             torch.cuda.synchronize(runtime.fabric.device)
         return contents, False
     return snapshots.take(contents), True
+
+
+def finish_latest(runtime: Runtime) -> Latest:
+    """Waits for the save that a model began last; raises what went wrong with it. Collective."""
+    latest = _latest.setdefault(runtime, Latest())
+    latest.wait(lambda text: _say(runtime.fabric, text))
+    return latest
+
+
+def snapshots_of(model: nn.Module) -> Snapshots:
+    """The host memory that asynchronous saves of a model copy into."""
+    runtime = runtime_of(model)
+    return _snapshots.setdefault(runtime, Snapshots(runtime.fabric))
 
 
 def check_optimizer(runtime: Runtime, optimizer: object, what: str) -> None:

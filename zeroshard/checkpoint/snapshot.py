@@ -23,12 +23,12 @@ class Snapshots:
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
         self._arena: Arena | None = None
-        self._memory: Tensor | None = None
+        self.memory: Tensor | None = None
 
     def room_for(self, contents: Contents) -> str | None:
         """Why there is no room on some rank; None if there is. Collective."""
         needed = _size(contents)
-        held = 0 if self._memory is None else self._memory.numel()
+        held = 0 if self.memory is None else self.memory.numel()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._fabric.world))
         available = held + (machine.available_memory() - RESERVE) // local
         lacking = self._fabric.maximum([needed - available])[0]
@@ -41,13 +41,13 @@ class Snapshots:
         size = _size(contents)
         cuda = self._fabric.device.type == "cuda"
         with compat.label("zeroshard.save snapshot"):
-            if self._memory is None or self._memory.numel() < size:
-                self._memory = self._arena = None
+            if self.memory is None or self.memory.numel() < size:
+                self.memory = self._arena = None
                 self._arena = Arena(size, pinned=cuda)
-                self._memory = self._arena.take(size, torch.uint8)
+                self.memory = self._arena.take(size, torch.uint8)
             offset, held = 0, []
             for piece in contents.held:
-                target = self._memory[offset : offset + piece.nbytes].view(piece.dtype)
+                target = self.memory[offset : offset + piece.nbytes].view(piece.dtype)
                 target.copy_(piece.read(), non_blocking=True)
                 held.append(Held(piece.name, piece.kind, piece.shape, piece.region, piece.dtype, _Copy(target)))
                 offset += aligned(piece.nbytes)
