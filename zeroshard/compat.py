@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -119,8 +120,14 @@ def without_values() -> AbstractContextManager[Any]:
 class OperationWatch(TorchDispatchMode):
     """Inside, ``see`` is called with the tensors that each operation of torch gives."""
 
+    flops = 0.0
+    """Of products and convolutions so far."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)  # not torch's own mode for it, whose hooks keep tensors alive
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
         self.see([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
         return result
 

@@ -439,7 +439,7 @@ class Config:
     example: Any = field(default=None, repr=False, compare=False)
     """One micro-batch as ``forward`` takes it: a tensor, a tuple or a dict; on the meta device is enough.
 
-    With it the plan that ``shard()`` consults counts activations and, where it knows the model's kind, foresees times.
+    With it the plan that ``shard()`` consults counts activations and foresees times.
     """
     chooses_offload: bool = field(default=False, init=False)
     """Whether ``offload="auto"`` was asked for; ``shard()`` puts what it finds in its place."""

@@ -119,7 +119,7 @@ def test_without_hardware_it_is_this_machine(capsys: pytest.CaptureFixture[str])
 def test_any_module_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     answer = asked(capsys, "--model", "tests.plan.factory:gpt", "--gpus", "8", "--gpu-memory", "16", "--seq", "64")
     assert answer["recommended"]["stage"] == 0
-    assert answer["rows"][0]["time"] is None
+    assert answer["rows"][0]["time"]["bottleneck"] == "compute"
 
 
 def test_a_world_of_1024_is_planned_in_under_ten_seconds() -> None:

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from zeroshard.plan.activations import transformer_activations
+from zeroshard.plan.machine_profile import load
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
+from zeroshard.plan.time import step_time, work_of
 from zeroshard.plan.trace import trace
 from zeroshard.plan.units import transformer_units
 from zeroshard.train.gpt import GPT, ModelConfig
@@ -64,3 +66,18 @@ def test_attention_leaves_no_scores() -> None:
         for rows in (512, 1024)
     ]
     assert saved[1] == pytest.approx(2 * saved[0], rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_times_of_a_traced_module_are_those_of_its_description(stage: int, checkpointing: bool) -> None:
+    shape = ModelConfig(layers=12, hidden=768, heads=12, sequence=1024, vocabulary=50304, checkpointing=checkpointing)
+    with torch.device("meta"):
+        work = trace(GPT(shape), None, "bf16", 8, 1024, 1 << 30).work
+    assert work is not None
+    setup = Setup(stage=stage, world=8, batch=8, checkpointing=checkpointing)
+    described, machine = from_config(shape), load("h200")
+    # Recomputation ends before a block's last product, which the description does not know.
+    assert work.backward == pytest.approx(3 - 8 / (24 + 4 * 1024 / 768) if checkpointing else 2, rel=0.01)
+    assert work.forward == pytest.approx(work_of(described, setup).forward, rel=0.01)
+    assert step_time(work, setup, machine).total == pytest.approx(step_time(described, setup, machine).total, rel=0.15)

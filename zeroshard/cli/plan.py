@@ -21,7 +21,7 @@ from zeroshard.plan.hardware import Hardware, find_hardware
 from zeroshard.plan.machine_profile import calibrated_file
 from zeroshard.plan.models import Subject, find_model
 from zeroshard.plan.scale import cost, doubling, scale
-from zeroshard.plan.shape import Setup, Transformer
+from zeroshard.plan.shape import Setup
 
 DESCRIPTION = """\
 Say what fits and how fast it is, for every ZeRO stage and offload: memory of one rank by kind,
@@ -64,7 +64,11 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     job.add_argument("--batch", type=_batch, metavar="N|max", help="sequences a rank (default: the preset's, or 1)")
     job.add_argument("--seq", type=int, metavar="N", help="tokens a sequence (default: the model's, at most 1024)")
     job.add_argument("--micro-batches", type=int, default=1, metavar="N", help="that add up to a step (default: 1)")
-    job.add_argument("--precision", choices=DTYPES, help="by default bf16, and fp32 on a machine without GPU")
+    job.add_argument(
+        "--precision",
+        choices=DTYPES,
+        help="by default what the GPU trains in (bf16; fp16 on a V100), and fp32 without one",
+    )
     job.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
@@ -185,7 +189,7 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
         stage=0,
         world=hardware.gpus // degree,
         model_parallel=degree,
-        precision=arguments.precision or ("fp32" if hardware.on_cpu else "bf16"),
+        precision=arguments.precision or _usual_precision(hardware),
         batch=arguments.batch if isinstance(arguments.batch, int) else 1,
         sequence=sequence,
         micro_batches=arguments.micro_batches,
@@ -193,16 +197,22 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
     )
 
 
+def _usual_precision(hardware: Hardware) -> Any:
+    if hardware.on_cpu:
+        return "fp32"
+    return "bf16" if hardware.machine is None or hardware.guessed else hardware.machine.half
+
+
 def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict[str, Any]:
     """What --tokens and --scale ask, about the recommended row."""
     found: dict[str, Any] = {}
     if arguments.tokens is None and arguments.scale is None:
         return found
-    if not isinstance(row.model, Transformer) or hardware.machine is None:
+    if row.work is None or hardware.machine is None:
         asked = "--tokens" if arguments.tokens is not None else "--scale"
-        raise ValueError(f"{asked} needs a predicted time: give a preset or config.json as model, and --machine NAME")
+        raise ValueError(f"{asked} needs a predicted time: give --machine NAME, or measure this one with --calibrate")
     if arguments.tokens is not None:
-        price = cost(row.model, row.setup, hardware.machine, arguments.tokens)
+        price = cost(row.work, row.setup, hardware.machine, arguments.tokens)
         found["training"] = {
             "tokens": arguments.tokens,
             "steps": math.ceil(price.steps),
@@ -210,7 +220,7 @@ def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict
             "gpu_hours": price.device_hours,
         }
     if arguments.scale is not None:
-        points = scale(row.model, row.setup, hardware.machine, doubling(*arguments.scale))
+        points = scale(row.work, row.setup, hardware.machine, doubling(*arguments.scale))
         found["scale"] = [
             {
                 "gpus": point.devices,

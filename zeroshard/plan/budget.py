@@ -21,12 +21,14 @@ from ..offload.pipeline import HIGH_HALVES, LANDING, RING
 from ..offload.placement import stay_on_device, stay_within
 from ..offload.states import HostBytes, bytes_of, wanted
 from .activations import Activations, transformer_activations
-from .shape import Setup, Transformer
+from .shape import Setup, Transformer, Work
 from .units import FlatShape, UnitShape, transformer_units
 
 FP32 = 4
 WORKSPACE = 64 << 20
 """Of the library that multiplies matrices on a GPU: forward and backward run on threads that have one each."""
+BLOCK_FLOPS = 24
+"""Of a transformer block's forward, in multiply-adds of one of its products (tokens · hidden²)."""
 PARAMETER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -95,11 +97,32 @@ class Traced:
     units: tuple[UnitShape, ...]
     buffers: int
     activations: Activations
+    forward_flops: tuple[float, ...] = ()
+    """By unit; nothing if they are not known."""
+    backward_flops: float = 0.0
 
     @property
     def parameters(self) -> int:
         """Ψ."""
         return sum(flat.parameters for unit in self.units for flat in unit.flats)
+
+    @property
+    def work(self) -> Work | None:
+        """What its times follow from.
+
+        Its products are taken to be those of a transformer block that has as many FLOPs as its largest unit.
+        """
+        forward = self.forward_flops
+        if not sum(forward):
+            return None
+        root, blocks = forward[0], sum(forward[1:])
+        return Work(
+            parameters=tuple(sum(flat.parameters for flat in unit.flats) for unit in self.units),
+            trained=tuple(sum(flat.parameters for flat in unit.flats if flat.trained) for unit in self.units),
+            forward=forward,
+            backward=(self.backward_flops - 2 * root) / blocks if blocks else 2.0,
+            product=max(forward[1:] or forward) / BLOCK_FLOPS,
+        )
 
 
 Model = Transformer | Traced

@@ -324,6 +324,7 @@ def toml(calibration: Calibration) -> str:
         f"# Measured in {calibration.seconds:.0f} s with torch {torch.__version__}.",
         f'title = "{machine.title.replace(chr(34), "")}"',
         f"devices_per_node = {machine.devices_per_node}",
+        f'half = "{machine.half}"',
     ]
     for table in ("device", "inside", "between", "pcie", "host"):
         lines += ["", f"[{table}]"]

@@ -13,7 +13,7 @@ from ..config import Offload
 from .budget import WORKSPACE, Budget, Model, budget
 from .hardware import Hardware
 from .models import Subject
-from .shape import Setup, Transformer
+from .shape import Setup, Transformer, Work
 from .time import StepTime, step_time
 from .volume import Volume, volume
 
@@ -22,8 +22,9 @@ LARGEST_HIDDEN = 1 << 18
 HEAD = 128
 """Width of a head, and the step of hidden sizes, of models that are made up."""
 VOCABULARY = 50257
-AS_FAST = 0.99
-"""Of two that differ by less in tokens a second, the one that changes less is taken."""
+AS_FAST = 0.95
+"""Of two that differ by less in tokens a second, which is less than can be foreseen, the one that changes less is
+taken."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,15 @@ class Row:
 
     @cached_property
     def time(self) -> StepTime | None:
-        """None for a module that was traced, whose arithmetic is not known, and where no profile is."""
-        shape = self.model if isinstance(self.model, Transformer) else self.shape
-        if self.hardware.machine is None or shape is None:
+        """None where no profile is, and for a module whose arithmetic is not known."""
+        if self.hardware.machine is None or self.work is None:
             return None
-        return step_time(shape, self.setup, self.hardware.machine)
+        return step_time(self.work, self.setup, self.hardware.machine)
+
+    @property
+    def work(self) -> Transformer | Work | None:
+        """What times are foreseen of."""
+        return self.model if isinstance(self.model, Transformer) else self.shape or self.model.work
 
     @property
     def room(self) -> float:
@@ -230,6 +235,8 @@ def torchrun_command(setup: Setup, hardware: Hardware, preset: str | None) -> st
             f"-m zeroshard train {preset} --stage {setup.stage} --precision {setup.precision} "
             f"--set train.batch={setup.batch}"
         )
+        if setup.model_parallel > 1:
+            program += f" --tensor-parallel {setup.model_parallel}"
         if setup.offload is None:
             program += " --offload none"
         else:

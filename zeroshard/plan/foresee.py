@@ -1,8 +1,7 @@
 """What ``shard()`` asks the plan: does this fit, and which stage and offload to take here.
 
-Model states, gathered units and the update's buffers are known from the module. Activations are known only where an
-example of what forward takes is given, and times only where the model's kind is known too; what was not counted is
-said.
+Model states, gathered units and the update's buffers are known from the module. Activations and times are known only
+where an example of what forward takes is given; what was not counted is said.
 """
 
 from __future__ import annotations

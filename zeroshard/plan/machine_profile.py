@@ -86,6 +86,8 @@ class Machine:
     name: str
     title: str
     devices_per_node: int
+    half: str = "bf16"
+    """The 16-bit precision that it trains in."""
     device: Device
     inside: Link
     between: Link
@@ -146,7 +148,7 @@ def parse(name: str, data: Mapping[str, Any]) -> Machine:
         "pcie": Pcie,
         "host": Host,
     }
-    known = ["title", "devices_per_node", *tables]
+    known = ["title", "devices_per_node", "half", *tables]
     for key in data:
         if key not in known:
             raise ValueError(f"machine {name!r}: {key} is unknown{nearest(key, known)}; known: {', '.join(known)}")
@@ -154,10 +156,13 @@ def parse(name: str, data: Mapping[str, Any]) -> Machine:
     count = data.get("devices_per_node")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"machine {name!r}: devices_per_node={count!r} must be a whole number, at least 1")
+    half = data.get("half", "bf16")
+    if half not in ("bf16", "fp16"):
+        raise ValueError(f'machine {name!r}: half={half!r} must be "bf16" or "fp16"')
     efficiency = parts["device"].efficiency
     if efficiency > 1:
         raise ValueError(f"machine {name!r}: device.efficiency={efficiency!r} must be at most 1")
-    return Machine(name=name, title=str(data.get("title", name)), devices_per_node=count, **parts)
+    return Machine(name=name, title=str(data.get("title", name)), devices_per_node=count, half=half, **parts)
 
 
 def _table(kind: type[Device | Link | Pcie | Host], path: str, values: object) -> Any:

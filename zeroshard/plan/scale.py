@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .machine_profile import Machine
-from .shape import Setup, Transformer
+from .shape import Setup, Transformer, Work
 from .time import StepTime, step_time
 
 DAY = 24 * 3600
@@ -69,7 +69,7 @@ def doubling(first: int, last: int) -> list[int]:
     return counts if counts[-1] == last else [*counts, last]
 
 
-def scale(model: Transformer, setup: Setup, machine: Machine, devices: Iterable[int]) -> list[ScalePoint]:
+def scale(model: Transformer | Work, setup: Setup, machine: Machine, devices: Iterable[int]) -> list[ScalePoint]:
     """Efficiency and exposed communication as devices grow; the batch of a rank stays."""
     alone = replace(setup, stage=min(setup.stage, 2), world=1)
     best = tokens_a_step(alone) / step_time(model, alone, machine).compute / alone.devices
@@ -85,7 +85,7 @@ def scale(model: Transformer, setup: Setup, machine: Machine, devices: Iterable[
     return points
 
 
-def cost(model: Transformer, setup: Setup, machine: Machine, tokens: float) -> Cost:
+def cost(model: Transformer | Work, setup: Setup, machine: Machine, tokens: float) -> Cost:
     """Of training on so many tokens.
 
     >>> from .machine_profile import load

@@ -6,7 +6,7 @@ A model is a root unit and blocks, as ``layout.find_units`` divides it. Sizes ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..config import Offload
 
@@ -91,6 +91,21 @@ class Transformer:
         matrices = 2.0 * tokens * (self.layers * self.block_matrices + self.vocabulary * self.hidden)
         attention = 4.0 * tokens * sequence * self.query_width * self.layers
         return matrices + attention
+
+
+class Work(NamedTuple):
+    """What the time of a step follows from, unit by unit, the root first: of one rank and micro-batch."""
+
+    parameters: tuple[float, ...]
+    """Elements that are gathered."""
+    trained: tuple[float, ...]
+    """Elements that are reduced and updated."""
+    forward: tuple[float, ...]
+    """FLOPs."""
+    backward: float
+    """FLOPs of a block's backward, recomputation included, in those of its forward."""
+    product: float
+    """Multiply-adds of a typical product, on which the speed of all depends."""
 
 
 @dataclass(frozen=True, kw_only=True)

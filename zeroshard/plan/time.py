@@ -26,7 +26,7 @@ from ..bounds import IN_FLIGHT
 from ..config import Offload
 from ..offload.pipeline import LANDING
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine
-from .shape import Setup, Transformer
+from .shape import Setup, Transformer, Work
 from .timeline import Lane, Span, Timeline
 
 STEPS = 4
@@ -127,7 +127,27 @@ def host_update_bytes(offload: Offload, width: int, moments: int = 2) -> int:
     return master + states + (2 * width if width == 2 else width)
 
 
-def step_time(model: Transformer, setup: Setup, machine: Machine) -> StepTime:
+def work_of(model: Transformer, setup: Setup) -> Work:
+    """What one rank computes. A block above the largest unit is several, as it is gathered and reduced in parts."""
+    tensor, tokens = setup.model_parallel, setup.batch * setup.sequence
+    count = model.layers * _parts(model, setup)
+    units = (model.root / tensor, *[model.layers * model.block / tensor / count] * count)
+    head = 2.0 * tokens * model.vocabulary * model.hidden / tensor
+    blocks = model.forward_flops(setup.batch, setup.sequence) / tensor - head
+    return Work(
+        parameters=units,
+        trained=units,
+        forward=(head, *[blocks / count] * count),
+        backward=3 if setup.checkpointing else 2,
+        product=tokens * model.hidden**2 / tensor,
+    )
+
+
+def _parts(model: Transformer, setup: Setup) -> int:
+    return math.ceil(model.block * setup.width / setup.model_parallel / setup.max_unit_bytes)
+
+
+def step_time(model: Transformer | Work, setup: Setup, machine: Machine) -> StepTime:
     """The time of a step once it is under way.
 
     >>> from .machine_profile import load
@@ -151,35 +171,35 @@ def step_time(model: Transformer, setup: Setup, machine: Machine) -> StepTime:
 class _Step:
     """Steps of one rank on a timeline. Unit 0 is the root, which is computed last in forward (its head)."""
 
-    def __init__(self, model: Transformer, setup: Setup, machine: Machine) -> None:
+    def __init__(self, model: Transformer | Work, setup: Setup, machine: Machine) -> None:
         self.setup, self.offload = setup, setup.offload
         tensor, width = setup.model_parallel, setup.width
-        # A block above the largest unit is several: what is gathered and reduced at a time is then a part of it.
-        parts = math.ceil(model.block * width / tensor / setup.max_unit_bytes)
-        self.layers, self.keep = model.layers * parts, setup.keep * parts
-        self.units = [model.root / tensor, *[model.block / tensor / parts] * self.layers]
+        work = work_of(model, setup) if isinstance(model, Transformer) else model
+        parts = _parts(model, setup) if isinstance(model, Transformer) else 1
+        self.layers, self.keep = len(work.parameters) - 1, setup.keep * parts
+        self.units = list(work.parameters)
         self.timeline = Timeline()
         self.data = ring(machine, setup.world, tensor)
         self.tensor = ring(machine, tensor, 1)
 
-        tokens = setup.batch * setup.sequence
-        rate = machine.device.rate(tokens * model.hidden**2 / tensor, half=width == 2)
-        head = 2.0 * tokens * model.vocabulary * model.hidden / tensor
-        block = model.forward_flops(setup.batch, setup.sequence) / tensor - head
-        self.forward_seconds = [head / rate, *[block / self.layers / rate] * self.layers]
-        self.backward_blocks = 3 if setup.checkpointing else 2
-        self.flops = setup.micro_batches * (3 * head + (1 + self.backward_blocks) * block)
-        # Two all-reduces a block and pass, the recomputing one included.
-        self.tensor_seconds = self.tensor.seconds(tokens * model.hidden * width, passes=2) * 2 / parts
+        rate = machine.device.rate(work.product, half=width == 2)
+        self.forward_seconds = [flops / rate for flops in work.forward]
+        self.backward_blocks = work.backward
+        head, blocks = work.forward[0], sum(work.forward[1:])
+        self.flops = setup.micro_batches * (3 * head + (1 + self.backward_blocks) * blocks)
+        self.tensor_seconds = 0.0
+        if isinstance(model, Transformer):  # two all-reduces a block and pass, the recomputing one included
+            stream = setup.batch * setup.sequence * model.hidden * width
+            self.tensor_seconds = self.tensor.seconds(stream, passes=2) * 2 / parts
 
         ranks = min(setup.devices, machine.devices_per_node)
         shard = setup.world if setup.stage >= 1 else 1
         fraction = 0.0 if self.offload is None else self.offload.host_fraction
         fraction = 1.0 if fraction == "auto" else fraction
-        on_host = [size / shard * fraction for size in self.units]
+        on_host = [size / shard * fraction for size in work.trained]
         self.device_update = [
             (size / shard - hosted) * DEVICE_UPDATE_BYTES / machine.device.bandwidth
-            for size, hosted in zip(self.units, on_host, strict=True)
+            for size, hosted in zip(work.trained, on_host, strict=True)
         ]
         self.down = [size * width / machine.pcie.down for size in on_host]
         self.up = [size * width / machine.pcie.up for size in on_host]
@@ -201,6 +221,7 @@ class _Step:
             if self.offload.parameters == "cpu":
                 self.from_host, self.up = self.up, [0.0] * len(self.units)
         self.wire = [size * width for size in self.units]
+        self.reduced_wire = [size * width for size in work.trained]
         count = len(self.units)
         self.ready = [0.0] * count  # when forward may use a unit (or gather it)
         self.updated = [0.0] * count  # when its gradient's slot on the host is free
@@ -295,7 +316,7 @@ class _Step:
 
     def _reduce(self, unit: int) -> None:
         passes = 2 if self.setup.stage == 0 else 1
-        seconds = self.data.seconds(self.wire[unit], passes)
+        seconds = self.data.seconds(self.reduced_wire[unit], passes)
         done = self.timeline.run(self.data.lane, seconds, self.timeline.free(Lane.DEVICE))
         self.reduced[unit] = done
         if self.offload is None:

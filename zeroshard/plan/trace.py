@@ -51,7 +51,7 @@ def trace(
     args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
     watch = _Watch(model, units)
     try:
-        with watch, _FusedAttention():
+        with watch, _FusedAttention(watch):
             output = model(*args, **kwargs)
             watch.end_forward()
             loss = _loss(output)
@@ -64,6 +64,8 @@ def trace(
         module_units(model, dtype.itemsize, max_unit_bytes, chosen),
         buffers,
         watch.activations(),
+        tuple(watch.forward_flops),
+        watch.backward_flops,
     )
 
 
@@ -123,6 +125,11 @@ class _Watch(compat.OperationWatch):
         self._turned = False
         """Whether the loss is being computed, or backward has begun."""
         self._note: Callable[[int], None] = _into(self._forward, 0)
+        self.attention_flops = 0.0
+        """Of forward passes, which are no products that torch would see."""
+        self.forward_flops = [0.0] * len(units)
+        self._unit = 0
+        self._counted = self._forward_attention = 0.0
         self._hooks: list[RemovableHandle] = []
         for number, unit in enumerate(units):
             if number:
@@ -157,6 +164,7 @@ class _Watch(compat.OperationWatch):
                 self._at(self._backward, number)
             else:
                 self._at(self._forward, number)
+                self._count_for(number)
 
         return hook
 
@@ -165,6 +173,7 @@ class _Watch(compat.OperationWatch):
             if compat.in_backward():
                 return
             self._at(self._forward, 0)  # what follows is the root's, or the loss
+            self._count_for(0)
             if number == self._count - 1:
                 self._note = self._note_loss
                 self._note(self._alive)
@@ -199,6 +208,19 @@ class _Watch(compat.OperationWatch):
         self._saved = self._alive
         self._note = self._note_loss
         self._note(self._alive)
+        self._count_for(0)
+        self._forward_attention = self.attention_flops
+
+    def _count_for(self, unit: int) -> None:
+        """FLOPs since the last call belong to the unit that was named then."""
+        now = self.flops + self.attention_flops
+        self.forward_flops[self._unit] += now - self._counted
+        self._unit, self._counted = unit, now
+
+    @property
+    def backward_flops(self) -> float:
+        """Recomputation included; attention's own backward, which is no product either, takes two forwards."""
+        return self.flops + self.attention_flops - self._counted + 2 * self._forward_attention
 
     def activations(self) -> Activations:
         """What was seen."""
@@ -224,6 +246,10 @@ def _into(peaks: list[int], number: int) -> Callable[[int], None]:
 class _FusedAttention(TorchFunctionMode):
     """Attention as a GPU's kernels have it."""
 
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -231,6 +257,7 @@ class _FusedAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **given)
         query, key, value = (args[i] if i < len(args) else given[n] for i, n in enumerate(("query", "key", "value")))
+        self._watch.attention_flops += 4.0 * query.numel() * key.shape[-2]
         return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
 
 
