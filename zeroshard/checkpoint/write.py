@@ -6,16 +6,20 @@ import contextlib
 import ctypes
 import json
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from .boxes import Region
 from .format import CHUNK, Entry, Part, data_file, header_of, part_file
+
+FLUSH_BYTES = 32 << 20
+"""Bytes that are written before the disk is asked to begin."""
 
 
 class Held(NamedTuple):
@@ -44,7 +48,7 @@ def write_part(
         entries.append(Entry(piece.name, piece.kind, piece.shape, piece.region, piece.dtype, offset))
         offset += piece.nbytes
     header = header_of(entries, token, rank)
-    with open(folder / data_file(rank), "wb", buffering=0) as file:
+    with open(folder / data_file(rank), "wb", buffering=0) as file, _Flusher(file.fileno()) as flusher:
         _write_all(file.fileno(), memoryview(header))
         staging: Tensor | None = None
         for place, piece in enumerate(held):
@@ -55,9 +59,50 @@ def write_part(
                 staging = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
             checksums = tuple(_write_chunk(file.fileno(), chunk) for chunk in _chunks(values_here, staging))
             entries[place] = entries[place].with_checksums(checksums)
+            flusher.wrote(piece.nbytes)
         os.fsync(file.fileno())
     part = Part(rank, len(header) + offset, len(header), tuple(entries), scalars, values)
     write_json(folder / part_file(rank), json.dumps(part.to_json(token), separators=(",", ":")).encode())
+
+
+class _Flusher:
+    """Keeps the disk busy while the rest is still being read and summed, instead of all waiting for the end.
+
+    A plain thread: an executor takes no more work once the interpreter begins to end, and a save goes on then.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._unflushed, self._over = descriptor, 0, False
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._over = True
+            self._wanted.set()
+            self._thread.join()
+
+    def wrote(self, size: int) -> None:
+        """Has what was written flushed, once there is enough of it."""
+        self._unflushed += size
+        if self._unflushed < FLUSH_BYTES:
+            return
+        self._unflushed = 0
+        if self._thread is None:
+            thread = threading.Thread(target=self._flush, name="zeroshard flush", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no new thread as the interpreter ends: the end flushes all
+                thread.start()
+                self._thread = thread
+        self._wanted.set()
+
+    def _flush(self) -> None:
+        while self._wanted.wait() and not self._over:
+            self._wanted.clear()
+            with contextlib.suppress(OSError):  # whatever it is, the flush at the end meets it too
+                os.fdatasync(self._descriptor)
 
 
 def _chunks(values: Tensor, staging: Tensor | None) -> Iterator[memoryview]:
