@@ -48,9 +48,6 @@ ELEMENTWISE = frozenset(
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""
 
-HOST_STEP = "host_step"
-"""Name, in a checkpoint, of the steps that the host has made with a piece; SGD's state has no count of its own."""
-
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
 
@@ -473,12 +470,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "after step(), or drop them first with zero_grad()"
                 )
 
-    def state_of(self, flat: Flat, piece: MasterPiece) -> dict[str, Any]:
+    def state_of(self, piece: MasterPiece) -> dict[str, Any]:
         """What the optimizer keeps for one piece, after ``settle``."""
-        state = dict(self._state.get(piece.tensor, {}))
-        if self._host is not None and flat.host is not None and (count := self._host.count(piece)):
-            state[HOST_STEP] = count
-        return state
+        return dict(self._state.get(piece.tensor, {}))
 
     def forget_states(self) -> None:
         """Before states are loaded."""
@@ -497,13 +491,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def take_scalars(self, flat: Flat, piece: MasterPiece, scalars: dict[str, Any], moments: bool) -> None:
         """Takes state that belongs to the parameter as a whole, after ``room_for_state`` was filled."""
         if self._host is not None and flat.host is not None:
-            count = scalars.get(HOST_STEP, scalars.get("step", 1 if moments else 0))
-            self._host.set_count(flat, piece, int(count))
+            self._host.set_count(flat, piece, int(scalars.get("step", 1 if moments else 0)))
             return
-        mine = {name: value for name, value in scalars.items() if name != HOST_STEP}
         group = self._group(flat, piece)
         on_device = group.get("fused") or group.get("capturable")  # where torch keeps it, too
-        for name, value in mine.items():
+        for name, value in scalars.items():
             if isinstance(value, Tensor):
                 self._state[piece.tensor][name] = value.to(piece.tensor.device, copy=True) if on_device else value
             else:

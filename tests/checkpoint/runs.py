@@ -40,6 +40,11 @@ SETUPS: dict[str, Options] = {
     "delayed": {"stage": 2, **BF16, "offload": Offload(delayed_update_after=1)},
     "delayed fp32": {"stage": 3, "offload": Offload(delayed_update_after=1)},
     "delayed split": {"stage": 1, **BF16, "offload": Offload(delayed_update_after=1, split_master=True)},
+    "delayed, two micro-batches": {"stage": 2, **BF16, "offload": Offload(delayed_update_after=1), "micro_batches": 2},
+    "fp16 with a scale that grows": {
+        "stage": 1,
+        "precision": Precision(parameters=torch.float16, loss_scale=LossScale(initial=8.0, growth_interval=4)),
+    },
     "delayed on the host": {"stage": 3, **BF16, "offload": Offload(delayed_update_after=1, parameters="cpu")},
 }
 
@@ -119,6 +124,8 @@ class Run:
         torch.manual_seed(seed)
         model = Noisy()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._micro_batches = options.get("micro_batches", 1)
+        options = {name: value for name, value in options.items() if name != "micro_batches"}
         self.model, self.optimizer = zeroshard.shard(model, make(trained), **options)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.3)
         self.loader = Positions()
@@ -129,9 +136,10 @@ class Run:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            step = self.loader.next
-            loss = self.model(next(self.loader), step).float().square().mean()
-            loss.backward()
+            for _ in range(self._micro_batches):
+                step = self.loader.next
+                loss = self.model(next(self.loader), step).float().square().mean()
+                loss.backward()
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()

@@ -127,7 +127,7 @@ def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Itera
     owners = {piece.slot: piece for piece in flat.pieces}
     for piece in flat.layout.pieces(written_range(flat, fabric)):
         owner = owners[piece.slot]
-        for name, value in optimizer.state_of(flat, owner).items():
+        for name, value in optimizer.state_of(owner).items():
             if is_elementwise(value, owner):
                 part_of = value[piece.start - owner.start :][: piece.numel]
                 yield _held(flat, piece, name, value.dtype, partial(_itself, part_of))
@@ -142,7 +142,7 @@ def _scalars(flat: Flat, optimizer: ShardedOptimizer, keep: Callable[[Tensor], s
     found: dict[str, Any] = {}
     for piece in flat.pieces:
         name = name_of(flat.layout.slots[piece.slot].name)
-        state = optimizer.state_of(flat, piece)
+        state = optimizer.state_of(piece)
         mine = {key: value for key, value in state.items() if not is_elementwise(value, piece)}
         if mine:
             found[name] = encode(mine, f"the optimizer's state of {name!r}", keep)
