@@ -11,6 +11,9 @@ DEPOSIT_BYTES = 32 << 20
 IN_FLIGHT = 2
 """Reduces under way at a time. Bounds the memory of gradients that are not yet shards."""
 
+ON_THEIR_WAY = 2
+"""Checkpoints whose copies to the host are under way, at most. Bounds the device memory that they still hold."""
+
 UPDATE_ELEMENTS = 64 << 20
 """Elements that one call of the optimizer updates, at least; 256 MiB of gradients in fp32."""
 

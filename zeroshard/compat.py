@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, debug
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -92,6 +93,12 @@ def point(tensor: Tensor, memory: Tensor) -> None:
         torch.utils.swap_tensors(tensor, real)
 
 
+def mesh_ranks(mesh: DeviceMesh) -> Any:
+    """The ranks of a mesh as lists. It computes them when asked, which a dry run without values must not see."""
+    with _disable_current_modes():
+        return mesh.mesh.tolist()
+
+
 def completed(tensor: Tensor) -> Tensor:
     """A tensor that a functional collective may still be filling, once it is filled."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
@@ -118,7 +125,7 @@ def without_values() -> AbstractContextManager[Any]:
 
 
 class OperationWatch(TorchDispatchMode):
-    """Inside, ``see`` is called with the tensors that each operation of torch gives."""
+    """Inside, ``see`` is called with the tensors that each operation of torch gives; of DTensors, with local parts."""
 
     flops = 0.0
     """Of products and convolutions so far."""
@@ -128,7 +135,7 @@ class OperationWatch(TorchDispatchMode):
         count = flop_registry.get(func.overloadpacket)  # not torch's own mode for it, whose hooks keep tensors alive
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
-        self.see([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
+        self.see([local_tensor(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
         return result
 
     def see(self, tensors: list[Tensor]) -> None:
@@ -158,6 +165,8 @@ def one_rank_of(world: int, rank: int) -> Iterator[None]:
     """Inside, this process is one rank of a world whose other ranks are not there; collectives move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # DTensor remembers results with the mesh they were found on, which equals one whose groups are gone by now.
+    debug._clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield

@@ -55,7 +55,7 @@ def box_of(parameter: Tensor) -> Box | None:
     axis, size = parameter.placements[0].dim, parameter.shape[parameter.placements[0].dim]
     chunk = math.ceil(size / parameter.device_mesh.size())
     offsets = [0] * parameter.dim()
-    offsets[axis] = min(size, chunk * parameter.device_mesh.mesh.tolist().index(dist.get_rank()))
+    offsets[axis] = min(size, chunk * compat.mesh_ranks(parameter.device_mesh).index(dist.get_rank()))
     return Box(tuple(parameter.shape), tuple(offsets))
 
 
@@ -135,8 +135,8 @@ def grid(mesh: DeviceMesh | None, model_mesh: DeviceMesh | None, gather: Gather 
     there, the ranks are taken to be arranged regularly.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = [dist.get_rank() if dist.is_initialized() else 0] if model_mesh is None else model_mesh.mesh.tolist()
-    rows = None if mesh is None else mesh.mesh.tolist() if mesh.ndim == 2 else [mesh.mesh.tolist()]
+    mine = [dist.get_rank() if dist.is_initialized() else 0] if model_mesh is None else compat.mesh_ranks(model_mesh)
+    rows = None if mesh is None else compat.mesh_ranks(mesh) if mesh.ndim == 2 else [compat.mesh_ranks(mesh)]
     if model_mesh is None:
         if mesh is not None and mesh.ndim == 1:
             raise ValueError(

@@ -219,13 +219,15 @@ PAPER_PRESETS = [name for name in presets() if name.startswith(("zero-", "offloa
 
 
 def test_the_papers_models_are_all_there() -> None:
-    assert len([name for name in PAPER_PRESETS if name.startswith("zero-")]) == 9 + 2  # figure 1, and a trillion
+    assert (
+        len([name for name in PAPER_PRESETS if name.startswith("zero-")]) == 9 + 2 + 5
+    )  # figure 1, a trillion, and C1 to C5
     assert len([name for name in PAPER_PRESETS if name.startswith("offload-")]) == 14
 
 
 @pytest.mark.parametrize("name", PAPER_PRESETS)
 def test_a_paper_preset_has_the_parameters_its_name_says(name: str) -> None:
-    billions = float(re.fullmatch(r"(?:zero|offload)-([\d.]+)b", name).group(1))
+    billions = float(re.fullmatch(r"(?:zero|offload)-([\d.]+)b(?:-c[1-5])?", name).group(1))
     assert load_job(name).model.parameters == pytest.approx(billions * 1e9, rel=0.05)
 
 

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import compat, parallel
+from ..bounds import ON_THEIR_WAY
 from ..comm import Done, Fabric, Pending
 from ..config import Activations
 from ..layout import round_up
 from .arena import DeviceArena, Slot
 from .host import HostPool
 
-ON_THEIR_WAY = 2
-"""Checkpoints whose copies to the host are under way, at most. Bounds the device memory that they still hold."""
 ALIGNMENT = 64
 """Parts are multiples of so many elements."""
 
@@ -104,7 +103,7 @@ class Kept:
         if self._parts > 1:
             elements = elements[self._part * self._rank :][: self._part]
         if stores.host is not None:
-            self._host = stores.host.take(elements.nbytes)
+            self._host = stores.host.take(elements.nbytes, dry=compat.is_fake(elements))
             stores.send(elements, self._host)
         elif stores.arena is not None:
             self._device = stores.arena.take(elements.numel(), self._dtype)

@@ -23,6 +23,7 @@ from zeroshard.train.gpt import GPT
 from zeroshard.train.job import DEFAULT_PRESET, OFFLOAD_TO_HOST, Job, load_job, parse_override
 from zeroshard.train.loop import parameter_groups
 from zeroshard.train.paper import OnHost, PaperRow, paper_memory, paper_offload_memory, paper_volume
+from zeroshard.train.tensor_parallel import parallelise
 
 DESCRIPTION = """\
 Run rank r of a world of N for a few steps on this machine: the real runtime with the real shapes, and
@@ -56,6 +57,12 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks that there would be")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to run (default: 0)")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="short for --set shard.stage=N")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="M",
+        help="ranks that share each replica; short for --set train.tensor_parallel=M",
+    )
     parser.add_argument("--offload", choices=(OFFLOAD_TO_HOST, "none"), help="short for --set shard.offload=cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="(default: bf16)")
     parser.add_argument("--without-gpu", action="store_true", help="shapes without values, also where there is a GPU")
@@ -69,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     overrides: dict[str, object] = {"shard.precision": arguments.precision}
     if arguments.stage is not None:
         overrides["shard.stage"] = arguments.stage
+    if arguments.tensor_parallel is not None:
+        overrides["train.tensor_parallel"] = arguments.tensor_parallel
     if arguments.offload is not None:
         overrides["shard.offload"] = None if arguments.offload == "none" else arguments.offload
     try:
@@ -77,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--world must be at least 1, is {arguments.world}")
         if not 0 <= arguments.rank < arguments.world:
             raise ValueError(f"--rank {arguments.rank} does not exist in a world of {arguments.world}")
+        if arguments.world % job.train.tensor_parallel:
+            raise ValueError(f"tensor parallelism of {job.train.tensor_parallel} does not divide --world")
         config = Config.parse(job.shard)
         if config.stage == "auto" or config.chooses_offload:
             raise ValueError(
@@ -131,7 +142,17 @@ def _run(job: Job, world: int, rank: int, real: bool) -> DryRun:
         # As torch chooses by itself on a GPU; it makes temporaries that a loop over parameters does not.
         return torch.optim.AdamW(parameter_groups(model, job.train.weight_decay), lr=job.train.lr, foreach=True)
 
-    return dry_run(lambda: GPT(job.model), optimizer, loss, world=world, rank=rank, real=real, **job.shard)
+    return dry_run(
+        lambda: GPT(job.built_model),
+        optimizer,
+        loss,
+        world=world,
+        rank=rank,
+        real=real,
+        tensor_parallel=job.train.tensor_parallel,
+        parallelise=parallelise,
+        **job.shard,
+    )
 
 
 @dataclass(frozen=True)
@@ -145,17 +166,23 @@ class _Seen:
     run: DryRun
 
     @property
+    def _data_ranks(self) -> int:
+        return self.world // self.job.train.tensor_parallel
+
+    @property
     def _setup(self) -> Setup:
         config = self.config
         return Setup(
             stage=int(config.stage),
-            world=self.world,
+            world=self._data_ranks,
+            model_parallel=self.job.train.tensor_parallel,
+            activations=config.activations,
             offload=config.offload,
             precision=self.job.precision,  # type: ignore[arg-type]
             cast_on_gather=config.precision.cast_on_gather,
             batch=self.job.train.batch,
             sequence=self.job.model.sequence,
-            checkpointing=self.job.model.checkpointing,
+            checkpointing=self.job.model.checkpointing or (config.activations is not None),
             prefetch=1 if config.prefetch is None else config.prefetch,
             keep=1 if config.keep is None else len(config.keep),
             max_unit_bytes=config.max_unit_bytes,
@@ -193,6 +220,9 @@ class _Seen:
         how = "memory of this GPU" if result.real else "shapes without values"
         size = f"{result.parameters / 1e9:.2f}B parameters"
         where = "" if offload is None else " · offload cpu"
+        if self.job.train.tensor_parallel > 1:
+            size += " a tensor-parallel rank"
+            where += f" · tensor parallel {self.job.train.tensor_parallel}"
         title = f"{self.job.name} · {size} · stage {stage}{where} · rank {self.rank} of {self.world} · {how}"
         table = Table(title=title, title_justify="left")
         for name in ("", "this run", "plan", "paper", "formula"):
@@ -206,11 +236,12 @@ class _Seen:
             held = result.host.total
             formula = " + ".join(str(row) for row in on_host if row.terms)
             table.add_row("on the host, GB", _gb(held), _gb(needs.host.total), _gb(every), formula)
-            share = self.world if state_table(stage, self.world).optimizer.extent.value == "shard" else 1
+            ranks = self._data_ranks
+            share = ranks if state_table(stage, ranks).optimizer.extent.value == "shard" else 1
             counted = sum(result.host_traffic.values()) * share / result.parameters
             planned = (moved.to_host + moved.to_device) * share / result.parameters
             table.add_row("to and from the host, bytes a parameter", f"{counted:.3f}", f"{planned:.3f}")
-        whole, written = paper_volume(stage, self.world, result.kept / result.parameters)
+        whole, written = paper_volume(stage, self._data_ranks, result.kept / result.parameters)
         counted, planned = result.volume_elements / result.parameters, moved.elements / result.parameters
         table.add_row(
             "volume per step, Ψ", f"{counted:.3f}", f"{planned:.3f}", f"{whole:.3f}", written, end_section=True
@@ -223,9 +254,10 @@ class _Seen:
     def _paper(self) -> tuple[list[PaperRow], list[PaperRow]]:
         stage, offload = int(self.config.stage), self.config.offload
         if offload is None:
-            return paper_memory(stage, self.world, self.job.precision), []
+            return paper_memory(stage, self._data_ranks, self.job.precision), []
         share = 1.0 if offload.host_fraction == "auto" else float(offload.host_fraction)
-        return paper_offload_memory(stage, self.world, self.job.precision, OnHost(options=offload, share=share))
+        on_host = OnHost(options=offload, share=share)
+        return paper_offload_memory(stage, self._data_ranks, self.job.precision, on_host)
 
 
 KINDS = ("parameters", "gradients", "optimizer_states", "gathered", "buffers", "accumulators")

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from zeroshard import machine
 from zeroshard.comm import end_process_group, start_process_group
-from zeroshard.config import DTYPES
+from zeroshard.config import DTYPES, Activations
 from zeroshard.plan import as_json, calibrate, choice, paper_table, report
 from zeroshard.plan.choice import Row
 from zeroshard.plan.hardware import Hardware, find_hardware
@@ -74,7 +75,9 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         action=argparse.BooleanOptionalAction,
         help="keep one tensor a block and recompute the rest (default: as the preset has it, else yes)",
     )
-    job.add_argument("--model-parallel", type=int, default=1, metavar="M", help="ranks that share each block")
+    job.add_argument("--model-parallel", type=int, metavar="M", help="ranks that share each block (default: 1)")
+    job.add_argument("--partition", action="store_true", help="divide checkpoints among model-parallel ranks (P_a)")
+    job.add_argument("--activation-offload", action="store_true", help="checkpoints wait on the host (P_a+cpu)")
     hardware = parser.add_argument_group("hardware")
     hardware.add_argument("--gpus", type=int, metavar="N", help="in all nodes together")
     hardware.add_argument("--nodes", type=int, metavar="N")
@@ -177,8 +180,20 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
 
 def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Hardware) -> Setup:
     degree = arguments.model_parallel
+    if degree is None:  # as the preset has it, where the devices allow that
+        degree = subject.model_parallel if subject is not None else 1
+        degree = degree if hardware.gpus % degree == 0 else 1
     if hardware.gpus % degree:
         raise ValueError(f"--model-parallel {degree} does not divide {hardware.gpus} devices")
+    activations = subject.activations if subject is not None else None
+    if arguments.partition or arguments.activation_offload:
+        activations = Activations(partition=arguments.partition, offload=arguments.activation_offload)
+    if activations is not None and activations.partition and degree == 1:
+        if arguments.partition:
+            raise ValueError("--partition divides checkpoints among model-parallel ranks; give --model-parallel too")
+        activations = replace(activations, partition=False)
+    if subject is not None and subject.transformer is not None and subject.transformer.heads % degree:
+        raise ValueError(f"--model-parallel {degree} does not divide the {subject.transformer.heads} heads")
     sequence = arguments.seq or (subject.sequence if subject is not None else 1024)
     if subject is not None and subject.longest is not None and sequence > subject.longest:
         raise ValueError(f"--seq {sequence}: {subject.name} takes {subject.longest} tokens at most")
@@ -194,6 +209,7 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
         sequence=sequence,
         micro_batches=arguments.micro_batches,
         checkpointing=checkpointing,
+        activations=activations if checkpointing else None,
     )
 
 

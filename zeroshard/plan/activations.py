@@ -2,13 +2,15 @@
 
 Counted as torch runs a decoder with fused attention, op by op: a tensor is counted as long as autograd or the module
 that made it holds on to it. Model parallelism divides what is inside attention and MLP, and the logits; the residual
-stream and what a checkpoint keeps of it stay whole.
+stream stays whole, and so does what a checkpoint keeps of it, unless it is divided too (P_a) or on the host (P_a+cpu).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from ..bounds import ON_THEIR_WAY
 from .shape import Setup, Transformer
 
 PAPER_TENSORS = 12
@@ -64,6 +66,11 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
     checkpoint = stream if setup.checkpointing else block
     recomputed = block - norm_input if setup.checkpointing else 0  # its input is the checkpoint
     passing = int(2 * stream + (3 if model.gated else 2) * mlp) if setup.checkpointing else 2 * stream
+    kept = setup.activations
+    if setup.checkpointing and kept is not None and (kept.partition or kept.offload):
+        recomputed += (1 + kept.prefetch) * stream  # brought back whole: the block's own, and those ahead
+        passing += ON_THEIR_WAY * stream if kept.offload else 0
+        checkpoint = 0 if kept.offload else math.ceil(stream / ranks)
 
     # Head and loss: the last norm, and the softmax in fp32.
     ending = norm_input + norm + stream

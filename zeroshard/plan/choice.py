@@ -218,10 +218,15 @@ def shard_options(setup: Setup) -> list[str]:
     >>> shard_options(Setup(stage=3, offload=Offload()))
     ['stage=3', 'offload="cpu"']
     """
-    if setup.offload is None:
-        return [f"stage={setup.stage}"]
-    given = ", ".join(f"{name}={_written(value)}" for name, value in _changed(setup.offload))
-    return [f"stage={setup.stage}", f"offload=zeroshard.Offload({given})" if given else 'offload="cpu"']
+    found = [f"stage={setup.stage}"]
+    if setup.offload is not None:
+        given = ", ".join(f"{name}={_written(value)}" for name, value in _changed(setup.offload))
+        found.append(f"offload=zeroshard.Offload({given})" if given else 'offload="cpu"')
+    if setup.activations is not None:
+        kept = setup.activations
+        names = [f"{name}=True" for name in ("partition", "offload") if getattr(kept, name)]
+        found.append(f"activations=zeroshard.Activations({', '.join(names)})")
+    return found
 
 
 def torchrun_command(setup: Setup, hardware: Hardware, preset: str | None) -> str:
@@ -233,10 +238,11 @@ def torchrun_command(setup: Setup, hardware: Hardware, preset: str | None) -> st
     if preset is not None:
         program = (
             f"-m zeroshard train {preset} --stage {setup.stage} --precision {setup.precision} "
-            f"--set train.batch={setup.batch}"
+            f"--set train.batch={setup.batch} --tensor-parallel {setup.model_parallel}"
         )
-        if setup.model_parallel > 1:
-            program += f" --tensor-parallel {setup.model_parallel}"
+        for name in ("partition", "offload") if setup.activations is not None else ():
+            if getattr(setup.activations, name):
+                program += f" --set shard.activations.{name}=true"
         if setup.offload is None:
             program += " --offload none"
         else:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import compat
 from ..api import shard, stats
@@ -46,6 +48,8 @@ class DryRun:
     at_rest: int
     """Bytes alive when it ended."""
     volume: Mapping[str, Traffic]
+    volume_model: Mapping[str, Traffic]
+    """Between model-parallel ranks: what divided checkpoints (P_a) would have cost."""
     kept: int
     """Elements that stage 3 held from forward to backward."""
     real: bool
@@ -64,20 +68,39 @@ def dry_run(
     world: int,
     rank: int = 0,
     real: bool | None = None,
+    tensor_parallel: int = 1,
+    parallelise: Callable[[Any, DeviceMesh], object] | None = None,
     **options: Any,
 ) -> DryRun:
     """Runs rank ``rank`` of ``world`` for a few steps.
 
-    ``loss`` is one forward pass, inputs included. ``real`` is whether to use the GPU; by default if there is one.
+    ``loss`` is one forward pass, inputs included. ``real`` is whether to use the GPU; by default if there is one. With
+    ``tensor_parallel`` so many neighbours of the world share a replica: ``parallelise`` divides the model over a mesh
+    of them.
     """
     real = torch.cuda.is_available() if real is None else real
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank} does not exist in a world of {world}")
+    if world % tensor_parallel:
+        raise ValueError(f"tensor parallelism of {tensor_parallel} does not divide a world of {world}")
     with compat.one_rank_of(world, rank):
+        if parallelise is not None and tensor_parallel > 1:
+            device = "cuda" if real else "cpu"
+            names = ("data", "model")
+            mesh = init_device_mesh(device, (world // tensor_parallel, tensor_parallel), mesh_dim_names=names)["model"]
+            build = partial(_built_in_parts, build, parallelise, mesh)
         if real:
             return _on_device(build, optimizer, loss, options)
         with compat.without_values():
             return _without_values(build, optimizer, loss, options)
+
+
+def _built_in_parts(
+    build: Callable[[], nn.Module], parallelise: Callable[[Any, DeviceMesh], object], mesh: DeviceMesh
+) -> nn.Module:
+    model = build()
+    parallelise(model, mesh)
+    return model
 
 
 def _on_device(
@@ -115,9 +138,12 @@ def _without_values(
         live.watch(sharded, lambda: (runtime.fabric.gathers.hash, 0 if pipeline is None else pipeline.copies))
         if pipeline is not None:
             live.ignore([arena.block for arena in pipeline.arenas])
+        checkpoints = runtime.checkpoints
         for _ in range(STEPS):
             live.peak = 0
             _train(model, stepper, loss)
+            if checkpoints is not None and checkpoints.stores.host is not None:
+                live.ignore([arena.block for arena in checkpoints.stores.host.arenas])
         peak, rest = live.peak, live.now()
         with _AtPeak(runtime, live.now, peak) as seen:
             _train(model, stepper, loss)
@@ -145,6 +171,7 @@ def _report(model: nn.Module, peak: int, at_rest: int, at_peak: Memory, *, real:
         at_peak=at_peak,
         at_rest=at_rest,
         volume=seen.volume,
+        volume_model=seen.volume_model,
         kept=seen.kept_parameters,
         real=real,
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import Activations as Recomputed
 from ..config import nearest
 from ..train.gpt import ModelConfig
 from ..train.job import JobError, load_job, presets
@@ -40,6 +41,8 @@ class Subject:
     longest: int | None = None
     """The longest sequence it takes, if that is limited."""
     checkpointing: bool = True
+    model_parallel: int = 1
+    activations: Recomputed | None = None
     preset: str | None = None
     """What ``zeroshard train`` calls it."""
 
@@ -79,7 +82,9 @@ def find_model(source: str) -> Subject:
         batch=job.train.batch,
         sequence=job.model.sequence,
         longest=job.model.sequence,
-        checkpointing=job.model.checkpointing,
+        checkpointing=job.model.checkpointing or job.shard.get("activations") is not None,
+        model_parallel=job.train.tensor_parallel,
+        activations=Recomputed.parse(job.shard.get("activations")),
         preset=source,
     )
 

@@ -54,6 +54,8 @@ def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Trans
         return plain, None, "which depend on the batch (pass example=, one micro-batch, to count them too)"
     if mesh_of(model) is not None:
         return plain, None, "which are not traced for a model with tensor parallelism"
+    if config.activations is not None:
+        return plain, None, "which are not traced with activations="
     if setup.precision not in DTYPES:
         return plain, None, f"which are not traced in {setup.precision}"
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..config import Offload
+from ..config import Activations, Offload
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -129,6 +129,8 @@ class Setup:
     micro_batches: int = 1
     checkpointing: bool = True
     """Keep one tensor a block from forward to backward, and recompute the rest."""
+    activations: Activations | None = None
+    """What becomes of what checkpointing keeps: divided among model-parallel ranks (P_a), on the host (P_a+cpu)."""
     moments: int = 2
     """Tensors of a parameter's size that the optimizer keeps."""
     prefetch: int = 1

@@ -11,7 +11,7 @@ A key that is missing has the default written in its dataclass.
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol, TypeVar
@@ -98,6 +98,13 @@ class Job:
     train: TrainConfig = field(default_factory=TrainConfig)
     shard: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Keyword options of `zeroshard.shard`, as the file gives them, with a precision where it gives none."""
+
+    @property
+    def built_model(self) -> ModelConfig:
+        """The model as it is built: where `shard.activations` recomputes its blocks, it does not do so itself."""
+        activations = shard_config.Activations.parse(self.shard.get("activations"))
+        recomputed = activations is not None and activations.checkpoint
+        return replace(self.model, checkpointing=False) if recomputed else self.model
 
     @property
     def precision(self) -> str:

@@ -79,7 +79,7 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
 
     torch.manual_seed(job.train.seed)
     with torch.device("meta"):  # never whole anywhere: shard() initialises it unit by unit
-        gpt = GPT(job.model)
+        gpt = GPT(job.built_model)
     if here.tensor_parallel > 1:
         start_process_group(here.device)
         ranks = (here.data_ranks, here.tensor_parallel)
