@@ -47,6 +47,8 @@ STATES, PEAK, TIME, FASTEST = 0.01, 0.10, 0.20, 0.10
 """How far a plan may be off, and how much slower than the fastest the recommended one may be."""
 ENOUGH = 0.8
 """Share of the cases in which it must not be."""
+NOTHING = 1 << 16
+"""Bytes by which a plan may be off anyway: where no states are planned, the scalar behind placeholders is there."""
 WARM, TIMED = 3, 5
 """Steps. The first two learn the order of units and make the optimizer's states."""
 WAYS: dict[str, Offload | None] = {
@@ -344,7 +346,9 @@ class Compared:
         planned, measured = getattr(self.planned, name), getattr(self.measured, name)
         if planned is None or measured is None:
             return None
-        return planned / measured - 1 if measured else float(planned != 0)
+        if name != "seconds" and abs(planned - measured) < NOTHING:
+            return 0.0
+        return float(planned / measured - 1) if measured else math.inf
 
 
 @dataclass(frozen=True)

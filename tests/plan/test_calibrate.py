@@ -59,3 +59,14 @@ def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.M
     assert measuring.nearest_profile(torch.device("cuda")) == (load("h100"), True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     assert measuring.nearest_profile(torch.device("cuda")) == (load("a100"), False)
+
+
+def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "LAUNCH_DEPTHS", (2, 10))
+    monkeypatch.setattr(measuring, "LAUNCH_STEPS", 6)
+    found = measuring.launch_seconds(torch.device("cpu"))
+    names = ("forward", "backward", "recompute", "communicate", "offload", "step")
+    assert set(found) == {f"launch.{name}" for name in names}
+    assert min(found.values()) >= 0
+    assert 0 < found["launch.forward"] < 1
+    assert measuring.with_values(load("h200"), found).launch.forward == found["launch.forward"]

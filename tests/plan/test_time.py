@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeroshard.config import Offload
-from zeroshard.plan.machine_profile import Link, Machine, load
+from zeroshard.plan.machine_profile import Launch, Link, Machine, load
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import Bottleneck, StepTime, ring, step_time
 from zeroshard.plan.timeline import Lane, Span, Timeline
@@ -54,7 +54,7 @@ def times(machine: Machine = ETHERNET, model: Transformer = GPT, **options: Any)
 
 def test_the_parts_add_up() -> None:
     step = times(model_parallel=2, offload=Offload())
-    parts = (step.compute, step.update, step.exposed_inside, step.exposed_between, step.exposed_pcie)
+    parts = (step.compute, step.launching, step.update, step.exposed_inside, step.exposed_between, step.exposed_pcie)
     assert step.total == pytest.approx(sum(parts))
     assert min(parts) >= 0
 
@@ -152,3 +152,31 @@ def test_exposed_time_is_what_no_lane_before_covers() -> None:
     timeline.run(Lane.DEVICE, 1.0, 1.0)
     timeline.run(Lane.DEVICE, 1.0, 4.0)
     assert timeline.exposed(Span(0.5, 5.0), Lane.DEVICE, Lane.INSIDE) == {Lane.DEVICE: 2.0, Lane.INSIDE: 1.5}
+
+
+LAUNCHED = replace(H200, launch=Launch(forward=1e-3, backward=2e-3, recompute=3e-3, communicate=1e-4, step=5e-3))
+
+
+def test_a_small_model_is_as_fast_as_it_is_launched() -> None:
+    tiny = Transformer(layers=24, hidden=256, heads=4, vocabulary=1000, positions=128)
+    setup = Setup(stage=0, batch=1, sequence=128)
+    step = step_time(tiny, setup, LAUNCHED)
+    assert step.bottleneck is Bottleneck.LAUNCH
+    assert step.total == pytest.approx(24 * 6e-3 + 5e-3, rel=0.05)
+    kept = step_time(tiny, replace(setup, checkpointing=False), LAUNCHED)
+    assert step.total - kept.total == pytest.approx(24 * 3e-3, rel=0.05)
+    divided = replace(LAUNCHED, inside=Link(latency=0.0, bandwidth=1e15))
+    two, three = (step_time(tiny, replace(setup, stage=stage, world=8), divided).total for stage in (2, 3))
+    assert three - two == pytest.approx(24e-4, rel=0.05), "a gather more in backward"
+
+
+def test_launching_hides_behind_a_large_model() -> None:
+    setup = Setup(stage=0, batch=32)
+    launched, not_known = (step_time(GPT, setup, machine).total for machine in (LAUNCHED, H200))
+    assert launched - not_known == pytest.approx(5e-3)
+
+
+def test_slower_precisions_come_closer_to_their_speed() -> None:
+    device, work = H200.device, H200.device.half_work
+    assert device.rate(work, half=True) == pytest.approx(0.5 * device.peak_16bit * device.efficiency)
+    assert device.rate(work, half=False) > 0.9 * device.peak_fp32 * device.efficiency

@@ -75,6 +75,7 @@ def _row(row: Row) -> dict[str, Any]:
         else {
             "step": time.total,
             "compute": time.compute,
+            "launching": time.launching,
             "update": time.update,
             "exposed_communication": time.exposed,
             "exposed_pcie": time.exposed_pcie,

@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,15 @@ class Device:
     efficiency: float
     """What of the peak the products of a transformer reach as they grow."""
     half_work: float
-    """Multiply-adds (tokens · hidden² / M) of a product that reaches half of that."""
+    """Multiply-adds (tokens · hidden² / M) of a product in 16 bits that reaches half of that."""
 
     def rate(self, work: float, *, half: bool) -> float:
-        """FLOPs a second in products of so many multiply-adds."""
+        """FLOPs a second in products of so many multiply-adds.
+
+        What keeps small products from their full speed takes as long in every precision: a slower one comes closer.
+        """
         peak = self.peak_16bit if half else self.peak_fp32
-        return peak * self.efficiency * work / (work + self.half_work)
+        return peak * self.efficiency * work / (work + self.half_work * peak / self.peak_16bit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,25 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the thread that drives the device needs for one unit, however little there is to compute; seconds.
+
+    A model whose units compute for less time than that is as fast as they are launched. Zero is: not known.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    """Of a checkpointed block, what its backward takes longer."""
+    communicate: float = 0.0
+    """One gather or reduce, and what surrounds it."""
+    offload: float = 0.0
+    """Sending a gradient off and waiting for new parameters."""
+    step: float = 0.0
+    """Of a step, not of a unit: the agreement, and what begins and ends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """A node and what connects it with others of its kind.
 
@@ -93,6 +115,7 @@ class Machine:
     between: Link
     pcie: Pcie
     host: Host
+    launch: Launch = Launch()
 
     def host_bandwidth(self, ranks: int) -> float:
         """Of one rank where so many of a node update at once."""
@@ -141,12 +164,13 @@ def load(name: str | Path) -> Machine:
 
 def parse(name: str, data: Mapping[str, Any]) -> Machine:
     """From the content of a profile; what is wrong with it is named by its key."""
-    tables: dict[str, type[Device | Link | Pcie | Host]] = {
+    tables: dict[str, type[Device | Link | Pcie | Host | Launch]] = {
         "device": Device,
         "inside": Link,
         "between": Link,
         "pcie": Pcie,
         "host": Host,
+        "launch": Launch,
     }
     known = ["title", "devices_per_node", "half", *tables]
     for key in data:
@@ -165,16 +189,20 @@ def parse(name: str, data: Mapping[str, Any]) -> Machine:
     return Machine(name=name, title=str(data.get("title", name)), devices_per_node=count, half=half, **parts)
 
 
-def _table(kind: type[Device | Link | Pcie | Host], path: str, values: object) -> Any:
+def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: object) -> Any:
+    optional = [entry.name for entry in fields(kind) if entry.default is not MISSING]
+    if values is None and len(optional) == len(fields(kind)):
+        values = {}
     if not isinstance(values, Mapping):
         raise ValueError(f"{path} must be a table")
     known = [entry.name for entry in fields(kind)]
     for key, value in values.items():
         if key not in known:
             raise ValueError(f"{path}.{key} is unknown{nearest(key, known)}; known: {', '.join(known)}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        if not number or (value == 0 and kind is not Launch):
             raise ValueError(f"{path}.{key}={value!r} must be a positive number")
-    missing = [key for key in known if key not in values and key != "sockets"]
+    missing = [key for key in known if key not in values and key not in optional]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     return kind(**values)

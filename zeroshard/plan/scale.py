@@ -72,7 +72,8 @@ def doubling(first: int, last: int) -> list[int]:
 def scale(model: Transformer | Work, setup: Setup, machine: Machine, devices: Iterable[int]) -> list[ScalePoint]:
     """Efficiency and exposed communication as devices grow; the batch of a rank stays."""
     alone = replace(setup, stage=min(setup.stage, 2), world=1)
-    best = tokens_a_step(alone) / step_time(model, alone, machine).compute / alone.devices
+    computing = step_time(model, alone, machine)
+    best = tokens_a_step(alone) / (computing.compute + computing.launching) / alone.devices
     points = []
     for count in devices:
         world, rest = divmod(count, setup.model_parallel)

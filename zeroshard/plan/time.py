@@ -8,6 +8,7 @@ What overlaps with what is what the runtime does (DESIGN: "The life of a unit"):
 - Offload: gradients go down behind backward; the host updates in the order in which forward needs units, and forward
   waits for each. Updating in backward begins as a gradient lands; a delayed update has until that unit's next gradient.
 - Tensor parallelism hides nothing: its all-reduces stand between two products.
+- A unit takes as long as it takes to launch, where that is longer than to compute.
 
 Collectives take latency · steps + bytes / bandwidth in rings. A group that spans nodes is bound by what its nodes send,
 which it shares with the other groups of those nodes.
@@ -39,6 +40,7 @@ class Bottleneck(Enum):
     """What a step spends most of its time on."""
 
     COMPUTE = "compute"
+    LAUNCH = "launching"
     UPDATE = "update"
     INSIDE = "communication inside a node"
     BETWEEN = "communication between nodes"
@@ -51,6 +53,8 @@ class StepTime:
 
     compute: float
     """Forward, recomputation and backward."""
+    launching: float
+    """What the device waits for the thread that drives it."""
     update: float
     """Of the optimizer: on the device, or on the host while the device waits."""
     exposed_inside: float
@@ -62,7 +66,8 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.compute + self.update + self.exposed_inside + self.exposed_between + self.exposed_pcie
+        exposed = self.exposed_inside + self.exposed_between + self.exposed_pcie
+        return self.compute + self.launching + self.update + exposed
 
     @property
     def exposed(self) -> float:
@@ -77,6 +82,7 @@ class StepTime:
     def bottleneck(self) -> Bottleneck:
         parts = {
             Bottleneck.COMPUTE: self.compute,
+            Bottleneck.LAUNCH: self.launching,
             Bottleneck.UPDATE: self.update,
             Bottleneck.INSIDE: self.exposed_inside,
             Bottleneck.BETWEEN: self.exposed_between,
@@ -184,6 +190,7 @@ class _Step:
 
         rate = machine.device.rate(work.product, half=width == 2)
         self.forward_seconds = [flops / rate for flops in work.forward]
+        self.launch, self.launching, self.parts = machine.launch, 0.0, parts
         self.backward_blocks = work.backward
         head, blocks = work.forward[0], sum(work.forward[1:])
         self.flops = setup.micro_batches * (3 * head + (1 + self.backward_blocks) * blocks)
@@ -249,9 +256,10 @@ class _Step:
         window = Span(ends[-2], ends[-1])
         order = (Lane.DEVICE, Lane.HOST, Lane.BETWEEN, Lane.INSIDE, Lane.UP, Lane.DOWN)
         spent = self.timeline.exposed(window, *order)
-        on_device = sum(self.device_update)
+        on_device, launching = sum(self.device_update), self.launching / STEPS
         return StepTime(
-            compute=spent[Lane.DEVICE] - on_device,
+            compute=spent[Lane.DEVICE] - on_device - launching,
+            launching=launching,
             update=spent[Lane.HOST] + on_device,
             exposed_inside=spent[Lane.INSIDE],
             exposed_between=spent[Lane.BETWEEN],
@@ -294,11 +302,26 @@ class _Step:
             if head and len(recent) >= LANDING:
                 waits.append(self.landed[recent[-LANDING]])
             passes = (self.backward_blocks - 1) if head else 1
-            self._compute(seconds[unit], passes * self.tensor_seconds, *waits)
+            launched = max(seconds[unit], self._launch_seconds(head))
+            self.launching += launched - seconds[unit]
+            self._compute(launched, passes * self.tensor_seconds, *waits)
             if head:
                 self._reduce(unit)
                 recent.append(unit)
         return there
+
+    def _launch_seconds(self, backward: bool) -> float:
+        """Of one block, in forward or in backward."""
+        launch, setup = self.launch, self.setup
+        gathers = setup.stage == 3 or (not backward and setup.stage > 0)
+        collectives = 0 if setup.world == 1 else gathers + backward
+        block = launch.forward if not backward else launch.backward
+        if backward and setup.checkpointing:
+            block += launch.recompute
+        unit = collectives * launch.communicate
+        if backward and self.offload is not None:
+            unit += launch.offload
+        return block / self.parts + unit
 
     def _compute(self, seconds: float, tensor: float, *after: float) -> None:
         done = self.timeline.run(Lane.DEVICE, seconds, *after)
@@ -332,6 +355,8 @@ class _Step:
         """After a step's last backward: all is reduced, the ranks agree and find the norm, units are updated."""
         agree = self.data.seconds(0.0, passes=2) * 2
         known = self.timeline.run(self.data.lane, agree, max(self.reduced))
+        self.launching += self.launch.step
+        self.timeline.run(Lane.DEVICE, self.launch.step, known)
         forward, backward = range(len(self.units)), [*range(self.layers, 0, -1), 0]
         for unit in forward:
             if self.device_update[unit]:
