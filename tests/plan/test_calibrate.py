@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from zeroshard.plan import calibrate as measuring
+from zeroshard.plan import launching
 from zeroshard.plan.calibrate import Calibration, calibrate, fit, toml, write
 from zeroshard.plan.machine_profile import load
 from zeroshard.plan.shape import Setup, Transformer
@@ -62,9 +63,9 @@ def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.M
 
 
 def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "LAUNCH_DEPTHS", (2, 10))
-    monkeypatch.setattr(measuring, "LAUNCH_STEPS", 6)
-    found = measuring.launch_seconds(torch.device("cpu"))
+    monkeypatch.setattr(launching, "DEPTHS", (2, 10))
+    monkeypatch.setattr(launching, "STEPS", 6)
+    found = launching.launch_seconds(torch.device("cpu"))
     names = ("forward", "backward", "recompute", "communicate", "offload", "step")
     assert set(found) == {f"launch.{name}" for name in names}
     assert min(found.values()) >= 0
