@@ -1,0 +1,124 @@
+"""Checkpoints on a real device: the same bits on the host, in the arena and divided, and memory that shrinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.ranks import on_ranks
+from zeroshard import Activations, compat
+from zeroshard.runtime import runtime_of
+from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.tensor_parallel import parallelise
+
+CONFIG = ModelConfig(layers=6, hidden=256, heads=4, sequence=128)
+
+
+def trained(steps: int = 4, **options: Any) -> tuple[list[float], dict[str, Tensor], Any]:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    model, optimizer = zeroshard.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), device="cuda:0", stage=2, **options
+    )
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 256, (8, 128), generator=generator).cuda()
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, zeroshard.full_state_dict(model), model
+
+
+def test_checkpoints_on_the_host_and_in_the_arena_change_no_bit() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        plain = trained()
+        for options in (
+            {"activations": Activations()},
+            {"activations": Activations(), "arena": True},
+            {"activations": Activations(offload=True)},
+            {"activations": Activations(offload=True, prefetch=3), "arena": True},
+        ):
+            losses, weights, _ = trained(**options)
+            assert losses == plain[0], options
+            assert all(torch.equal(value, plain[1][name]) for name, value in weights.items()), options
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_waits_on_the_host_is_pinned_and_used_again() -> None:
+    _, _, model = trained(steps=2, activations=Activations(offload=True), precision="bf16")
+    host = runtime_of(model).checkpoints.stores.host
+    assert host is not None
+    assert len(host.arenas) == 6
+    assert host.bytes == 6 * 8 * 128 * 256 * 2
+
+
+def test_the_peak_falls_from_checkpointed_to_divided_to_offloaded() -> None:
+    config = ModelConfig(layers=16, hidden=2048, heads=16, sequence=1024)
+    peaks = {}
+    for name, options in {
+        "checkpointed": Activations(),
+        "divided": Activations(partition=True),
+        "offloaded": Activations(partition=True, offload=True),
+    }.items():
+        with compat.one_rank_of(32, 0):
+            mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("d", "m"))
+            with torch.device("meta"):
+                model = GPT(config)
+            parallelise(model, mesh["m"])
+            optimizer = torch.optim.AdamW(model.parameters())
+            model, optimizer = zeroshard.shard(
+                model, optimizer, init="empty", stage=2, precision="bf16", activations=options
+            )
+            tokens = torch.zeros(16, 1024, dtype=torch.long, device="cuda")
+            for _ in range(3):
+                torch.cuda.reset_peak_memory_stats()
+                model(tokens, tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.cuda.synchronize()
+            peaks[name] = torch.cuda.max_memory_allocated()
+            del model, optimizer
+    one = 16 * 1024 * 2048 * 2
+    assert peaks["checkpointed"] - peaks["divided"] > 8 * one
+    assert peaks["divided"] - peaks["offloaded"] > one
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_tensor_parallel_ranks_that_share_a_gpu_train_as_one_does(stage: int) -> None:
+    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("d", "m"))
+    losses = []
+    for degree, options in ((1, {}), (2, {}), (2, {"activations": Activations(partition=True, offload=True)})):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = GPT(CONFIG)
+        if degree == 2:
+            parallelise(model, mesh["m"])
+        model, optimizer = zeroshard.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), device="cuda:0", stage=stage, **options
+        )
+        found = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, 256, (4, 128), generator=generator).cuda()
+            loss = model(tokens, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+    assert losses[2] == losses[1]
+    assert dist.is_initialized()
