@@ -70,3 +70,30 @@ def test_a_llama_on_two_by_two_ranks_trains_as_on_one() -> None:
         assert zeroshard.stats(model).grad_norm == pytest.approx(norm, rel=1e-5)
         for name, value in zeroshard.full_state_dict(model).items():
             torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_llamas_layers_are_recomputed_from_divided_checkpoints() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    results = []
+    for activations in (None, zeroshard.Activations(partition=True)):
+        torch.manual_seed(3)
+        model = llama()
+        model.config.use_cache = False
+        parallelize_module(model, mesh["tp"], PLAN)
+        model, optimizer = zeroshard.shard(model, momentum(model), stage=3, activations=activations)
+        losses = []
+        for step in range(2):
+            loss = model(**batch(step, 0)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((losses, zeroshard.full_state_dict(model)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+    moved = zeroshard.stats(model).volume_model["all_gather"]
+    assert (moved.calls, moved.elements) == (2, 2 * 3 * 9 * 32 + 2 * (-(3 * 9 * 32) % 128))  # padded to whole parts
+    model.config.use_cache = True
+    with pytest.raises(RuntimeError, match="would write to its key-value cache twice"):
+        model(**batch(0, 0))
