@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -163,6 +163,7 @@ def watch_functional_collectives(see: Callable[[str, int, int], None]) -> Iterat
 @contextmanager
 def one_rank_of(world: int, rank: int) -> Iterator[None]:
     """Inside, this process is one rank of a world whose other ranks are not there; collectives move nothing."""
+    from torch.distributed.tensor import debug  # not above: importing it sets a variable of the environment
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # DTensor remembers results with the mesh they were found on, which equals one whose groups are gone by now.
