@@ -6,6 +6,7 @@ python -m tests.checkpoint.killing --kills 30     # what `make soak` runs
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import signal
@@ -14,18 +15,19 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-STEPS = 120
+STEPS, EVERY = 120, 8
 JOB = [
-    "-m", "zeroshard", "train", "tiny", "--device", "cpu", "--resume", "auto", "--save-every", "8",
+    "-m", "zeroshard", "train", "tiny", "--device", "cpu", "--resume", "auto", "--save-every", str(EVERY),
     "--set", f"train.steps={STEPS}", "--set", "train.evaluate_every=1000000", "--set", "train.report_every=1000000",
     "--set", "train.sample=0",
 ]  # fmt: skip
 BEGUN = ("resumed after step", "held-out loss")
-LONGEST_WAIT = 60.0
+LONGEST_WAIT = 120.0
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # so that runs can be compared bit by bit, whatever the cores
 
 
@@ -75,6 +77,22 @@ def weights_of(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
+def newest(out: Path) -> int:
+    """The step of the newest checkpoint."""
+    steps = [int(entry.name.removeprefix("step-")) for entry in (out / "checkpoints").glob("step-*")]
+    return max(steps, default=0)
+
+
+def reached(run: Torchrun, out: Path, step: int) -> bool:
+    return newest(out) >= step or not run.running
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST_WAIT
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
 def kill_often(out: Path, kills: int, seed: int, *arguments: str) -> str:
     """Runs the job to its end although a rank is killed so many times; returns what it printed."""
     chance = random.Random(seed)
@@ -82,13 +100,14 @@ def kill_often(out: Path, kills: int, seed: int, *arguments: str) -> str:
     done = 0
     while done < kills:
         assert run.begun.acquire(timeout=LONGEST_WAIT), "\n".join(run.lines)
+        # So many checkpoints later, whatever the machine's speed; the first kill leaves one to resume from.
+        more = chance.randint(0, 2) if done else 1
+        wait_until(functools.partial(reached, run, out, newest(out) + more * EVERY))
         if done % 2:  # in a save
-            deadline = time.monotonic() + 10
-            while not any((out / "checkpoints").glob(".*.partial")) and time.monotonic() < deadline:
-                time.sleep(0.0005)
+            wait_until(lambda: any((out / "checkpoints").glob(".*.partial")) or not run.running)
             time.sleep(chance.uniform(0, 0.01))
         else:
-            time.sleep(chance.uniform(0, 0.5))
+            time.sleep(chance.uniform(0, 0.2))
         assert run.running, "the run ended before it was killed often enough"
         done += run.kill_rank(chance)
     return run.end()

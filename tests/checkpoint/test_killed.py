@@ -94,6 +94,14 @@ def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on(tmp_path: Path) -> N
     assert f"resumed after step {stopped[1]}/{steps}" in train(*endless, "--steps", steps, "--resume", "auto")
 
 
+def test_a_run_that_meets_nan_stops_with_the_last_good_states_saved(tmp_path: Path) -> None:
+    bad = ["--set", "shard.on_nonfinite=stop", "--set", "train.lr=1e30", "--out", str(tmp_path), "--ranks", "1"]
+    done = subprocess.run([*COMMAND, *bad], capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
+    assert done.returncode == 1
+    assert re.search(r"stopped after step 2 \(step 2: the output of unit '\S+' is not finite on rank 0\)", done.stdout)
+    assert (tmp_path / "checkpoints" / "step-00000002" / "COMPLETE").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -38,8 +38,8 @@ from .write import write_json, write_part
 
 POLL_SECONDS = 0.005
 SLOWEST_POLL_SECONDS = 0.2
-EXIT_SECONDS = 600.0
-"""How long a process that ends waits for its last save."""
+EXIT_SECONDS = 60.0
+"""How long a process that ends waits for its last save while nothing is written: another rank may be dead."""
 
 
 class Saving:
@@ -81,8 +81,12 @@ class Saving:
 
     def finish_at_exit(self) -> None:
         """Waits without the other ranks, and says on stderr what went wrong."""
-        if not self._done.wait(EXIT_SECONDS):
-            self._abandoned.set()
+        written, since = -1, time.monotonic()
+        while not self._done.wait(SLOWEST_POLL_SECONDS):
+            if (now := _bytes_in(partial_of(self.path))) != written:
+                written, since = now, time.monotonic()
+            elif time.monotonic() - since > EXIT_SECONDS:
+                self.abandon()
         if self._error is not None and not self._told:
             print(f"zeroshard: {self.path} was not saved: {_tell(self._error)}", file=sys.stderr)
 
@@ -157,6 +161,13 @@ def abandon_all() -> None:
 def _finish_all() -> None:
     for saving in list(_unfinished):
         saving.finish_at_exit()
+
+
+def _bytes_in(folder: Path) -> int:
+    try:
+        return sum(entry.stat().st_size + 1 for entry in folder.iterdir())
+    except OSError:  # it was renamed, or removed
+        return 0
 
 
 def _tell(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard.comm import start_process_group
 from zeroshard.machine import usable_cores
-from zeroshard.train.checkpoints import NEVER, Checkpoints, Start, tell_launcher
+from zeroshard.train.checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
 from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT, sample
 from zeroshard.train.job import Job, resolve_device
@@ -145,7 +145,8 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
             dist.barrier()
             dist.destroy_process_group()
         if here.rank == 0:
-            say(console, "go on with the same command and --resume auto")
+            if checkpoints.stopped == BY_SIGNAL:
+                say(console, "go on with the same command and --resume auto")
             tell_launcher(checkpoints.stopped)
         return
     weights = zeroshard.full_state_dict(model, rank=0)
