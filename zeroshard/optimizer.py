@@ -23,7 +23,7 @@ from .config import Config
 from .hosted import HostUpdate, missing_gradient
 from .nonfinite import Faults
 from .offload.pipeline import Pipeline
-from .precision import LossScaler, clip_factor, global_norm
+from .precision import LossScaler, check_replicas_agree, clip_factor, global_norm
 from .reducer import Reducer, gradient_of
 from .schedule import Schedule
 from .unit import Flat, MasterPiece
@@ -165,6 +165,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.check_unwritten()
         self._faults.check_not_stopped()
         self._agree()
+        if self.steps == 0:
+            check_replicas_agree(self._reducer.flats, self._fabric)
         self._before_step()
         self.steps += 1
         if self._prepare_gradients():

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
-from .comm import Fabric
+from .comm import DisagreementError, Fabric
 from .config import LossScale
 from .reducer import gradient_of
 from .unit import Flat
 
 Leaf = TypeVar("Leaf")
+
+REPLICAS_APART = 1e-2
+"""Gradients that should be the same may differ by rounding, where kernels add in no fixed order, and by no more."""
 
 
 def tensors_in(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -145,6 +148,27 @@ def local_norms(flats: list[Flat]) -> list[Tensor]:
         elif (on_host := gradient_of(flat).host_norm()) is not None:
             found.append(on_host[0])
     return found
+
+
+def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
+    """What every tensor-parallel rank has whole must have one gradient on all of them, or its values drift apart.
+
+    Asked once, in the first step, for it waits for the device. Gradients that are on the host by then are not seen.
+    """
+    parts = {flat: gradient_of(flat).part(flat.shard_range) for flat in flats if not flat.divided}
+    held = {flat: part[0] for flat, part in parts.items() if part is not None}
+    if fabric.model.world == 1 or fabric.backend == "fake" or not held:
+        return
+    norms = fabric.gather_along_model(torch.stack(compat.norms(list(held.values()), torch.float64)))
+    apart = norms.amax(0) - norms.amin(0) > REPLICAS_APART * norms.amax(0)
+    for flat, differs in zip(held, apart.tolist(), strict=True):
+        if differs:
+            raise DisagreementError(
+                f"the gradients of {flat.layout.slots[0].name!r} and its neighbours, which every tensor-parallel rank "
+                "has whole, differ among these ranks: their inputs are divided, as with sequence parallelism, and "
+                "nobody adds the gradients up; name these modules in the plan (SequenceParallel), so that they become "
+                "DTensors"
+            )
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

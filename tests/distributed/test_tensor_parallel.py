@@ -366,3 +366,23 @@ def test_meshes_that_make_no_sense_are_refused() -> None:
     plain.last.weight = nn.Parameter(distribute_tensor(plain.last.weight.data, mesh, [Replicate(), Shard(0)]))
     with pytest.raises(ValueError, match=r"'last\.weight' is a DTensor on a mesh of 2 dimensions"):
         zeroshard.shard(plain, adamw(plain.parameters()))
+
+
+@on_ranks(2)
+def test_replicated_parameters_whose_gradients_nobody_adds_up_are_named() -> None:
+    mesh = mesh_of(1, 2)
+    model = net(width=WIDTH, depth=2)
+    parallelize_module(
+        model,
+        mesh["tp"],
+        {
+            "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            "blocks.*.up": ColwiseParallel(input_layouts=Shard(0)),
+            "blocks.*.down": RowwiseParallel(output_layouts=Shard(0)),
+            "last": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        },
+    )
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2)
+    loss_of(model, data(0, 0)).backward()
+    with pytest.raises(zeroshard.DisagreementError, match=r"'blocks\.\d\.norm\.weight'.*nobody adds the gradients up"):
+        optimizer.step()
