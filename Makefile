@@ -13,7 +13,7 @@ PEERS := $(VENV)/.peers
 help:  ## show this list
 	@echo "zeroshard: ZeRO stages 0 to 3 for unchanged PyTorch models. The first target you run also sets up $(VENV)."
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo 'Options go through ARGS, for example: make train ARGS="--stage 2 --steps 100"'
 
