@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import faulthandler
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-PATIENCE = 30.0
+PATIENCE = 5.0
+"""Seconds until a thread must have seen that its model is gone. A failed test's model is not."""
+LONGEST = 150.0
+"""Seconds of one test: more than ranks are waited for."""
+
+
+@pytest.fixture(autouse=True)
+def a_hang_is_named() -> Iterator[None]:
+    """A test that waits for ever says where, and ends the run: a device is not to be held for nothing."""
+    if torch.cuda.is_available():
+        faulthandler.dump_traceback_later(LONGEST, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
