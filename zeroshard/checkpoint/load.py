@@ -117,7 +117,7 @@ def _load(
             if fabric.rank == 0:
                 reader.check_files()
             values = _Values.read(reader, fabric)
-        except (CheckpointError, EncodingError) as error:
+        except Exception as error:  # of whatever type: the other ranks are told, not left waiting
             problem = error
         _agree_usable(fabric, problem, "; nothing was loaded")
         assert reader is not None
@@ -125,19 +125,23 @@ def _load(
         try:
             _check_fits(reader.index, runtime, optimizer, values.shared)
             _check_given(reader.index, scheduler, loader, fabric)
-        except CheckpointError as error:
+        except Exception as error:
             problem = error
         agree(fabric, problem)
         older: dict[Flat, Tensor] = {}
         try:
             older = _fill(reader, runtime, optimizer)
-        except (CheckpointError, EncodingError) as error:
+        except Exception as error:
             problem = error
         _agree_usable(fabric, problem, "; the model is loaded in part, so load another checkpoint into it")
         _publish(runtime, older)
-        if optimizer is not None:
-            _load_settings(optimizer, values.shared)
-        values.give(runtime, scheduler, loader, random)
+        try:
+            if optimizer is not None:
+                _load_settings(optimizer, values.shared)
+            values.give(runtime, scheduler, loader, random)
+        except Exception as error:
+            problem = error
+        agree(fabric, problem)
         return values.extra
 
 
@@ -193,9 +197,13 @@ class _Values(NamedTuple):
 
 
 def _agree_usable(fabric: Fabric, problem: Exception | None, after: str) -> None:
-    for rank, text in enumerate(fabric.gather_objects(None if problem is None else str(problem))):
-        if text is not None:
-            raise _DamagedError(f"rank {rank}: {text}{after}" if fabric.world > 1 else f"{text}{after}") from problem
+    """Raises on all ranks, and the same: that it is damaged, or what else went wrong, which no older one would mend."""
+    damaged = isinstance(problem, (CheckpointError, EncodingError))
+    text = str(problem) if damaged else f"{type(problem).__name__}: {problem}"
+    told = fabric.gather_objects(None if problem is None else (damaged, text))
+    failed = [(one, f"rank {rank}: " * (fabric.world > 1) + one[1] + after) for rank, one in enumerate(told) if one]
+    for (is_damage, _), message in sorted(failed, key=lambda one: one[0][0]):
+        raise (_DamagedError if is_damage else CheckpointError)(message) from problem
 
 
 # -- before anything is touched ---------------------------------------------------------------------------------------

@@ -64,11 +64,11 @@ def save(
     """
     runtime = runtime_of(model)
     fabric = runtime.fabric
-    target = Path(path).absolute()
     latest = finish_latest(runtime)
     with compat.label("zeroshard.save"), torch.no_grad():
-        contents, problem = None, None
+        contents, target, problem = None, Path(), None
         try:
+            target = Path(path).absolute()
             check_optimizer(runtime, optimizer, "save")
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
@@ -78,13 +78,25 @@ def save(
         agree(fabric, problem)
         assert contents is not None
         token = _open_folder(target, fabric)
-        if asynchronous:
-            contents, asynchronous = _snapshot(runtime, contents)
-        elif fabric.device.type == "cuda":
-            torch.cuda.synchronize(fabric.device)  # another thread reads what is written now
-        steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
-        saving = Saving(target, fabric, token, contents, steps=steps, keep=keep)
+        asynchronous = asynchronous and _has_room(runtime, contents)
+        saving = None
+        try:
+            if asynchronous:
+                contents = snapshots_of(model).take(contents)
+            elif fabric.device.type == "cuda":
+                torch.cuda.synchronize(fabric.device)  # another thread reads what is written now
+            steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
+            saving = Saving(target, fabric, token, contents, steps=steps, keep=keep)
+        except Exception as error:
+            problem = error
         del contents
+        try:
+            agree(fabric, problem)
+        except Exception:
+            if saving is not None:
+                saving.abandon()  # a rank has nothing to write from
+            raise
+        assert saving is not None
         if asynchronous:
             latest.begin(saving)
         else:
@@ -92,15 +104,13 @@ def save(
     return saving
 
 
-def _snapshot(runtime: Runtime, contents: Contents) -> tuple[Contents, bool]:
+def _has_room(runtime: Runtime, contents: Contents) -> bool:
+    """Gets the memory of a snapshot on all ranks, or on none and says why. Collective."""
     snapshots = snapshots_of(runtime.model)
-    lacking = snapshots.room_for(contents)
+    lacking = snapshots.room_for(contents) or snapshots.allocate(contents)
     if lacking is not None:
         _say(runtime.fabric, f"zeroshard: {lacking}, so this save blocks")
-        if runtime.fabric.device.type == "cuda":
-            torch.cuda.synchronize(runtime.fabric.device)
-        return contents, False
-    return snapshots.take(contents), True
+    return lacking is None
 
 
 def finish_latest(runtime: Runtime) -> Latest:
@@ -138,7 +148,7 @@ def _open_folder(path: Path, fabric: Fabric) -> str:
     if fabric.rank == 0:
         try:
             (prepare(path) / TOKEN).write_text(token)
-        except OSError as error:
+        except Exception as error:
             problem = CheckpointError(f"{path} cannot be written: {error}")
     agree(fabric, problem)
     token = str(fabric.gather_objects(token)[0])
@@ -157,7 +167,7 @@ def _open_folder(path: Path, fabric: Fabric) -> str:
 def _sees(path: Path, token: str) -> bool:
     try:
         return (partial_of(path) / TOKEN).read_text() == token
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 

@@ -36,22 +36,33 @@ class Snapshots:
             return None
         return f"a snapshot takes {needed / 2**30:.2f} GiB of host memory a rank, {lacking / 2**30:.2f} GiB too much"
 
-    def take(self, contents: Contents) -> Contents:
-        """The same contents, in memory that training does not touch."""
-        size = _size(contents)
-        cuda = self._fabric.device.type == "cuda"
-        with compat.label("zeroshard.save snapshot"):
-            if self.memory is None or self.memory.numel() < size:
-                self.memory = self._arena = None
-                self._arena = Arena(size, pinned=cuda)
+    def allocate(self, contents: Contents) -> str | None:
+        """Gets the memory, on all ranks or on none; why some rank got none. Collective."""
+        size, problem = _size(contents), None
+        if self.memory is None or self.memory.numel() < size:
+            self.memory = self._arena = None
+            try:
+                self._arena = Arena(size, pinned=self._fabric.device.type == "cuda")
                 self.memory = self._arena.take(size, torch.uint8)
+            except Exception as error:  # pinned memory has limits of its own, that no count of free bytes shows
+                problem = f"{type(error).__name__}: {error}"
+        failed = [(rank, text) for rank, text in enumerate(self._fabric.gather_objects(problem)) if text is not None]
+        if not failed:
+            return None
+        self.memory = self._arena = None
+        return f"rank {failed[0][0]} got no host memory for a snapshot ({failed[0][1]})"
+
+    def take(self, contents: Contents) -> Contents:
+        """The same contents, in memory that training does not touch; ``allocate`` has got it."""
+        assert self.memory is not None
+        with compat.label("zeroshard.save snapshot"):
             offset, held = 0, []
             for piece in contents.held:
                 target = self.memory[offset : offset + piece.nbytes].view(piece.dtype)
                 target.copy_(piece.read(), non_blocking=True)
                 held.append(Held(piece.name, piece.kind, piece.shape, piece.region, piece.dtype, _Copy(target)))
                 offset += aligned(piece.nbytes)
-            if cuda:
+            if self._fabric.device.type == "cuda":
                 torch.cuda.synchronize(self._fabric.device)
         return Contents(held, contents.scalars, contents.values)
 

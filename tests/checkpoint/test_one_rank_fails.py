@@ -1,0 +1,60 @@
+"""What goes wrong on one rank alone, of whatever type, is known to all of them, and they go on together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.runs import Run
+from tests.ranks import Pool
+from zeroshard.checkpoint import save as saving
+from zeroshard.checkpoint import snapshot
+from zeroshard.optimizer import ShardedOptimizer
+
+
+def fails(*_: object, **__: object) -> Any:
+    raise torch.OutOfMemoryError("none left")
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def on_rank_one(target: object, name: str, call: Callable[[], object]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(target, name, fails)
+        return outcome(call)
+
+
+def all_cases(folder: str) -> dict[str, str]:
+    run = Run({"stage": 2})
+    found = {
+        "allocate": on_rank_one(snapshot, "Arena", lambda: run.save(f"{folder}/a", asynchronous=True)),
+        "thread": on_rank_one(saving, "Saving", lambda: run.save(f"{folder}/b")),
+        "path": outcome(lambda: run.save(f"{folder}/x\0y")),
+        "blocking": outcome(lambda: run.save(f"{folder}/c")),
+        "fill": on_rank_one(ShardedOptimizer, "forget_states", lambda: run.load(f"{folder}/c")),
+        "scheduler": on_rank_one(type(run.scheduler), "load_state_dict", lambda: run.load(f"{folder}/c")),
+        "load": outcome(lambda: run.load(f"{folder}/c")),
+    }
+    Run({"stage": 1}, seed=2).load(f"{folder}/a")
+    return found
+
+
+def test_whatever_fails_on_one_rank_is_raised_on_all_or_mended_on_all(tmp_path: Any) -> None:
+    ranks = Pool.shared().run(all_cases, 2, {"folder": str(tmp_path)})
+    assert [found["allocate"] for found in ranks] == ["done", "done"]
+    for case in ("thread", "fill", "scheduler"):
+        for found in ranks:
+            assert "none left" in found[case], (case, found)
+    assert all("cannot be written" in found["path"] or "rank 0 failed" in found["path"] for found in ranks)
+    assert [(found["blocking"], found["load"]) for found in ranks] == [("done", "done")] * 2
