@@ -7,10 +7,23 @@ whose buffers are constants pays nothing.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from . import compat, parallel
 from .comm import Fabric
+
+
+class _Kept(NamedTuple):
+    """A buffer as it was."""
+
+    buffer: Tensor
+    """The object itself: a model may put another in its place."""
+    version: int
+    values: Tensor
 
 
 class Buffers:
@@ -18,31 +31,43 @@ class Buffers:
 
     def __init__(self, model: nn.Module, fabric: Fabric) -> None:
         self._model, self._fabric = model, fabric
-        self._seen: list[tuple[int, int]] = []
-        self._kept: dict[int, tuple[Tensor | None, int]] = {}
+        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        self._kept: dict[tuple[nn.Module, str], _Kept] = {}
         self.differ = False
         """Some rank wrote to a buffer, as the ranks agreed."""
         self.look()
 
     def look(self) -> bool:
         """Whether this rank wrote to a buffer, or replaced one, since the last look."""
-        before = self._seen
-        self._seen = [(id(buffer), compat.version(buffer)) for buffer in self._model.buffers()]
-        return self._seen != before
+        before, buffers = self._seen, list(self._model.buffers())
+        self._seen = [(weakref.ref(buffer), compat.version(buffer)) for buffer in buffers]
+        # not by id(), which a new buffer may have from the one it replaced
+        then = [(buffer(), version) for buffer, version in before]
+        return len(then) != len(buffers) or any(
+            old is not buffer or version != compat.version(buffer)
+            for (old, version), buffer in zip(then, buffers, strict=True)
+        )
 
-    def remember(self) -> None:
-        """Keeps a copy of every buffer that was written or replaced since the last time, to go back to."""
-        for buffer in self._model.buffers():
-            version = compat.version(buffer)
-            if self._kept.get(id(buffer), (None, -1))[1] != version:
-                self._kept[id(buffer)] = (buffer.detach().clone(), version)
+    def remember(self, *, anew: bool = False) -> None:
+        """Keeps a copy of every buffer that was written or replaced since the last time, to go back to.
+
+        ``anew``: of all, for what is written past autograd leaves no trace.
+        """
+        before, self._kept = self._kept, {}
+        for key, buffer in self._named():
+            kept, version = before.get(key), compat.version(buffer)
+            if anew or kept is None or kept.buffer is not buffer or kept.version != version:
+                kept = _Kept(buffer, version, buffer.detach().clone())
+            self._kept[key] = kept
 
     def recall(self) -> None:
-        """Goes back to what was remembered."""
-        for buffer in self._model.buffers():
-            copy, version = self._kept.get(id(buffer), (None, -1))
-            if copy is not None and compat.version(buffer) != version and copy.shape == buffer.shape:
-                buffer.data.copy_(copy)
+        """Goes back to what was remembered: the same objects, with the same values."""
+        now = dict(self._named())
+        for (module, name), kept in self._kept.items():
+            if now.get((module, name)) is not kept.buffer:
+                setattr(module, name, kept.buffer)
+            if compat.version(kept.buffer) != kept.version and kept.values.shape == kept.buffer.shape:
+                kept.buffer.data.copy_(kept.values)
 
     def follow_rank_zero(self) -> None:
         """Takes rank 0's values where the ranks agreed that they differ."""
@@ -50,4 +75,10 @@ class Buffers:
             for buffer in self._model.buffers():
                 self._fabric.broadcast(parallel.local(buffer.data), divided=True)
             self.differ = False
+            self._kept.clear()  # this left no trace in what was not written here
             self.look()
+
+    def _named(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                yield (module, name), buffer

@@ -349,6 +349,11 @@ class Fabric:
         return self.gathers.world
 
     @property
+    def data_rank(self) -> int:
+        """Which part of the data is this rank's; ranks of one group of tensor parallelism have the same."""
+        return self.between.rank * self.gathers.world + self.gathers.rank
+
+    @property
     def local_ranks(self) -> int:
         """Ranks that share this host: all, unless torchrun says otherwise."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))

@@ -46,6 +46,12 @@ class Faults:
     def watching(self) -> bool:
         return self._policy is not None
 
+    def states_loaded(self) -> None:
+        """Other values are what a step that is left out goes back to."""
+        self._outputs.clear()
+        if self.watching:
+            self._buffers.remember(anew=True)
+
     def begin(self) -> None:
         """A forward begins, and no gradients wait for a step: what earlier ones computed does not count."""
         self._outputs.clear()

@@ -101,6 +101,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.steps = 0
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed, or because of ``on_nonfinite``."""
+        self.check_replicas = True
+        """Compare, in the coming step, the gradients of what every tensor-parallel rank has whole."""
         self._complete = False
         super().__init__(original.param_groups, original.defaults)
         # The list and the dicts in it are the original's, so schedulers built on either handle steer this one.
@@ -165,8 +167,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.check_unwritten()
         self._faults.check_not_stopped()
         self._agree()
-        if self.steps == 0:
+        if self.check_replicas:
             check_replicas_agree(self._reducer.flats, self._fabric)
+            self.check_replicas = False
         self._before_step()
         self.steps += 1
         if self._prepare_gradients():

@@ -153,7 +153,8 @@ def local_norms(flats: list[Flat]) -> list[Tensor]:
 def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
     """What every tensor-parallel rank has whole must have one gradient on all of them, or its values drift apart.
 
-    Asked once, in the first step, for it waits for the device. Gradients that are on the host by then are not seen.
+    Asked in the first step, and in the first after a load, for it waits for the device. Gradients that are on the
+    host by then are not seen.
     """
     parts = {flat: gradient_of(flat).part(flat.shard_range) for flat in flats if not flat.divided}
     held = {flat: part[0] for flat, part in parts.items() if part is not None}
@@ -165,9 +166,9 @@ def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
         if differs:
             raise DisagreementError(
                 f"the gradients of {flat.layout.slots[0].name!r} and its neighbours, which every tensor-parallel rank "
-                "has whole, differ among these ranks: their inputs are divided, as with sequence parallelism, and "
-                "nobody adds the gradients up; name these modules in the plan (SequenceParallel), so that they become "
-                "DTensors"
+                "has whole, differ among these ranks. Either their inputs are divided, as with sequence parallelism, "
+                "and nobody adds the gradients up: name these modules in the plan (SequenceParallel), so that they "
+                "become DTensors. Or the ranks see different data or draw different random numbers: give them the same"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -14,6 +15,7 @@ from tests.checkpoint.runs import difference
 from tests.models import net
 from tests.ranks import Pool
 from tests.training import adamw
+from zeroshard.comm import DisagreementError
 
 WIDTH = 13
 """Divides by no degree: parts are of different sizes."""
@@ -77,3 +79,54 @@ def test_any_degree_of_tensor_parallelism_loads_into_any_other(tmp_path: Path) -
         alone = Pool.shared().run(load_alone, 1, {"folder": folder + name})[0]
         assert difference(alone["weights"], saved["weights"]) is None
         assert difference(alone["optimizer"]["state"], saved["optimizer"]["state"]) is None
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def drawn_after(folder: str, degree: int) -> float:
+    """Loads, and draws a number."""
+    model, optimizer = run_of(degree, stage=1)
+    torch.manual_seed(50 + torch.distributed.get_rank())
+    zeroshard.load(folder, model, optimizer)
+    return float(torch.rand(()))
+
+
+def save_with_numbers(folder: str, degree: int) -> float:
+    """Saves, with another state of the generator for each part of the data; returns the number that is next."""
+    model, optimizer = run_of(degree, stage=1)
+    train(model, optimizer, range(1))
+    torch.manual_seed(7 + torch.distributed.get_rank() // degree)
+    zeroshard.save(folder, model, optimizer)
+    return float(torch.rand(()))
+
+
+def test_ranks_that_divide_a_model_draw_the_same_numbers_after_any_rearrangement(tmp_path: Path) -> None:
+    for world, degree in ((2, 1), (4, 2)):
+        folder = str(tmp_path / f"{world}-{degree}")
+        before = Pool.shared().run(save_with_numbers, world, {"folder": folder, "degree": degree})
+        zero, one = before[0], before[-1]
+        same = Pool.shared().run(drawn_after, world, {"folder": folder, "degree": degree})
+        assert same == before
+        divided = Pool.shared().run(drawn_after, 2, {"folder": folder, "degree": 2})
+        assert divided == [zero, zero]
+        more = Pool.shared().run(drawn_after, 4, {"folder": folder, "degree": 2})
+        assert more == [zero, zero, one, one]
+        undivided = Pool.shared().run(drawn_after, 4, {"folder": folder, "degree": 1})
+        assert undivided[:2] == [zero, one]
+        assert len(set(undivided)) == 4  # parts of the data that are new have numbers of their own
+
+
+def drift_after_loading(folder: str) -> None:
+    model, optimizer = run_of(2, stage=1)
+    train(model, optimizer, range(1))
+    zeroshard.save(folder, model, optimizer)
+    zeroshard.load(folder, model, optimizer)
+    x = torch.randn(6, 7, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    model(x).float().square().mean().backward()
+    with pytest.raises(DisagreementError, match="draw different random numbers"):
+        optimizer.step()
+
+
+def test_replicas_that_drift_apart_are_found_in_the_first_step_after_a_load(tmp_path: Path) -> None:
+    Pool.shared().run(drift_after_loading, 2, {"folder": str(tmp_path / "saved")})

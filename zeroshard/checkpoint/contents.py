@@ -85,7 +85,10 @@ def collect(
             if optimizer is not None and flat.trainable:
                 held += _states_of(flat, fabric, optimizer)
                 scalars |= _scalars(flat, optimizer, keep)
-    values: dict[str, Any] = {"random": encode(random_state.read(fabric.device), "the random state", keep)}
+    values: dict[str, Any] = {
+        "random": encode(random_state.read(fabric.device), "the random state", keep),
+        "place": list(random_state.Place.of(fabric)),
+    }
     if loader is not None:
         values["loader"] = encode(_state_dict(loader, "loader"), "loader", keep)
     held += [_whole(name, BUFFER, buffer) for name, buffer in buffers_of(runtime) if writes_buffer(buffer, fabric)]

@@ -50,7 +50,8 @@ def load(
         scheduler: gets its state back, if one was saved.
         loader: gets this rank's position back. On another number of ranks that works where all saved the same.
         allow_older: in a folder of checkpoints, where the newest is damaged, say so and take the one before.
-        random: set the random generators too. Ranks that the saved run did not have begin with numbers of their own.
+        random: set the random generators too. Ranks of tensor parallelism get the same, where their
+            number changed; parts of the data that the saved run did not have begin with numbers of their own.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it does not fit the model; says whether the model was touched.
@@ -139,6 +140,9 @@ def _load(
             if optimizer is not None:
                 _load_settings(optimizer, values.shared)
             values.give(runtime, scheduler, loader, random)
+            runtime.faults.states_loaded()
+            if runtime.optimizer is not None:
+                runtime.optimizer.check_replicas = True
         except Exception as error:
             problem = error
         agree(fabric, problem)
@@ -154,14 +158,13 @@ class _Values(NamedTuple):
     loader: Any
     extra: Any
     random: dict[str, Any]
-    new_rank: bool
-    """The run that saved did not have this rank."""
+    source: random_state.Source
+    """The rank of the run that saved whose loader and random numbers these are."""
 
     @classmethod
     def read(cls, reader: Reader, fabric: Fabric) -> _Values:
         """Reads and checks them."""
-        world = len(reader.index.parts)
-        of_rank = fabric.rank if fabric.rank < world else 0
+        source = _source(reader.index, fabric)
 
         def decoded(rank: int, name: str) -> Any:
             value = reader.index.parts[rank].values.get(name)
@@ -171,10 +174,10 @@ class _Values(NamedTuple):
             shared=decoded(0, "shared"),
             modules=decoded(0, "module"),
             scheduler=decoded(0, "scheduler"),
-            loader=decoded(of_rank, "loader"),
+            loader=decoded(source.rank, "loader"),
             extra=decoded(0, "extra"),
-            random=decoded(of_rank, "random"),
-            new_rank=fabric.rank >= world,
+            random=decoded(source.rank, "random"),
+            source=source,
         )
         if not all(isinstance(table, dict) for table in (made.shared, made.modules, made.random)):
             raise CheckpointError(f"{reader.index.folder} lacks what rank 0 saves beside tensors")
@@ -190,10 +193,20 @@ class _Values(NamedTuple):
             scheduler.load_state_dict(self.scheduler)
         if loader is not None:
             loader.load_state_dict(self.loader)
-        if random and self.new_rank:
-            random_state.begin_anew(self.random, runtime.fabric.rank)
+        if random and self.source.new:
+            random_state.begin_anew(self.random, runtime.fabric.data_rank)
         elif random:
             random_state.restore(self.random, runtime.fabric.device)
+
+
+def _source(index: Index, fabric: Fabric) -> random_state.Source:
+    places = []
+    for rank, part in enumerate(index.parts):
+        place = part.values.get("place", [rank, 0, 1])  # older ones do not say
+        if not isinstance(place, list) or len(place) != 3 or any(type(number) is not int for number in place):
+            raise CheckpointError(f"{index.folder} does not say where rank {rank} stood: {place!r}")
+        places.append(random_state.Place(*place))
+    return random_state.source_of(random_state.Place.of(fabric), fabric.world, places)
 
 
 def _agree_usable(fabric: Fabric, problem: Exception | None, after: str) -> None:
@@ -257,12 +270,13 @@ def _check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric) -> N
             raise CheckpointError(f"{index.folder} has no {name}, so leave {name}= out; nothing was loaded")
         if thing is not None and not callable(getattr(thing, "load_state_dict", None)):
             raise CheckpointError(f"{name}: a {type(thing).__name__} has no load_state_dict(); nothing was loaded")
-    if loader is not None and fabric.world != len(index.parts):
+    if loader is not None and _source(index, fabric).rearranged:
         first = index.parts[0].values["loader"]
         if any(part.values["loader"] != first for part in index.parts):
             raise CheckpointError(
                 f"{index.folder} holds the data's position of {len(index.parts)} ranks, each its own, and this run has "
-                f"{fabric.world}; leave loader= out, and set the position yourself. Nothing was loaded"
+                f"{fabric.world}, or divides the model otherwise; leave loader= out, and set the position yourself. "
+                "Nothing was loaded"
             )
 
 

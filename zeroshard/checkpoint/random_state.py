@@ -1,12 +1,55 @@
-"""Random number generators of one rank: read, and set again."""
+"""Random number generators of one rank: read, and set again.
+
+Ranks that divide a model (tensor parallelism) commonly draw the same numbers: what each of them has whole, such as the
+mask of a dropout between their matrices, must be the same on all. So where the ranks are arranged otherwise than in the
+run that saved, a state goes to all ranks that have the same part of the data.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+
+from ..comm import Fabric
+
+
+class Place(NamedTuple):
+    """Where a rank stands among all."""
+
+    data: int
+    """Which part of the data it has."""
+    model: int
+    """Which part of the model it has."""
+    degree: int
+    """Of tensor parallelism: parts of the model."""
+
+    @classmethod
+    def of(cls, fabric: Fabric) -> Place:
+        return cls(fabric.data_rank, fabric.model.rank, fabric.model.world)
+
+
+class Source(NamedTuple):
+    """Whose state a rank takes."""
+
+    rank: int
+    """Of the run that saved."""
+    new: bool
+    """That run had no rank with this part of the data: the state is but where new numbers begin."""
+    rearranged: bool
+    """That run had another number of ranks, or divided the model otherwise."""
+
+
+def source_of(mine: Place, world: int, saved: Sequence[Place]) -> Source:
+    """Finds it, for a rank of a world of this size."""
+    if len(saved) == world and mine in saved:
+        return Source(saved.index(mine), new=False, rearranged=False)
+    first = {place.data: rank for rank, place in reversed(list(enumerate(saved))) if place.model == 0}
+    found = first.get(mine.data)
+    return Source(first.get(0, 0) if found is None else found, new=found is None, rearranged=True)
 
 
 def read(device: torch.device) -> dict[str, Any]:
@@ -33,9 +76,9 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
 
 
-def begin_anew(state: dict[str, Any], rank: int) -> None:
-    """For a rank that did not exist when the state was saved: other numbers than any other rank's, but always these."""
-    seed = (int(state["seed"]) + 0x9E3779B97F4A7C15 * (rank + 1)) % 2**63
+def begin_anew(state: dict[str, Any], data_rank: int) -> None:
+    """For a part of the data that did not exist when the state was saved: numbers of its own, but always these."""
+    seed = (int(state["seed"]) + 0x9E3779B97F4A7C15 * (data_rank + 1)) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy")
