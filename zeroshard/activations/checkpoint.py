@@ -20,7 +20,7 @@ from .. import compat, parallel
 from ..comm import DisagreementError
 from ..hook import Hook
 from ..precision import map_leaves, map_tensors
-from .kept import Kept, Stores
+from .kept import Kept, Stores, changed_in_place
 
 Result = TypeVar("Result")
 
@@ -53,10 +53,7 @@ class Call:
         """After the first run: inputs that it changed in place would come back otherwise than they went."""
         for tensor, version in self._originals:
             if compat.version(tensor) != version:
-                raise RuntimeError(
-                    "a checkpointed block changed one of its inputs in place, so it cannot be recomputed from it; "
-                    "let it work on a copy"
-                )
+                raise changed_in_place("a checkpointed block changed one of its inputs in place")
         self._originals.clear()
 
     def previous(self) -> Call | None:

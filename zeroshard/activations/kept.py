@@ -35,24 +35,44 @@ class Stores:
         self.options, self.fabric, self.arena = options, fabric, arena
         self.host = HostPool(fabric.device, local_ranks) if options.offload else None
         self.bytes_to_host = self.bytes_to_device = 0
-        self._leaving: deque[tuple[Pending, Tensor]] = deque()
+        self._leaving: deque[tuple[Pending, Tensor, _Watch]] = deque()
 
     def parts_of(self, tensor: Tensor) -> int:
         """Into how many parts a checkpoint is divided. A DTensor that is divided already stays as it is."""
         return self.fabric.model.world if self.options.partition and not parallel.divided(tensor) else 1
 
-    def send(self, source: Tensor, slot: Tensor) -> None:
+    def send(self, source: Tensor, slot: Tensor, watch: _Watch) -> None:
         """Copies to the host; the source is held until it has left."""
         target = slot[: source.nbytes].view(source.dtype)
         pending = self.fabric.model.run(lambda: target.copy_(source, non_blocking=True))
-        self._leaving.append((pending, source))
+        self._leaving.append((pending, source, watch))
         self.bytes_to_host += source.nbytes
         self.let_go(ON_THEIR_WAY)
 
     def let_go(self, at_most: int) -> None:
         """Waits, on the device, for copies to the host, until no more than so many hold their source."""
         while len(self._leaving) > at_most:
-            self._leaving.popleft()[0].wait()
+            pending, _, watch = self._leaving.popleft()
+            pending.wait()
+            watch.check()
+
+
+class _Watch:
+    """Whether a tensor was changed in place since."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, compat.version(tensor)
+
+    def check(self) -> None:
+        if compat.version(self._tensor) != self._version:
+            raise changed_in_place(
+                "the model changed an input of a checkpointed block in place, after the block's call"
+            )
+
+
+def changed_in_place(what: str) -> RuntimeError:
+    """What is raised where a block cannot be recomputed, for its inputs are not what they were."""
+    return RuntimeError(f"{what}, so the block cannot be recomputed from it; use a copy, as in x = x + block(x)")
 
 
 class _Form(NamedTuple):
@@ -93,24 +113,28 @@ class Kept:
         self._parts = stores.parts_of(tensor)
         self._rank = stores.fabric.model.rank if self._parts > 1 else 0
         self._part = round_up(-(-self._numel // self._parts), ALIGNMENT) if self._parts > 1 else self._numel
-        self._put_away(elements)
+        self._watch: _Watch | None = None
+        # In-place operations on a DTensor are counted on its outside.
+        self._put_away(elements, _Watch(elements if self._outside is None else self._outside))
         if self._outside is not None:
             nothing = torch.empty((), dtype=self._dtype, device=elements.device)
             compat.point(self._outside, nothing.expand(self._form.shape))
 
-    def _put_away(self, elements: Tensor) -> None:
+    def _put_away(self, elements: Tensor, watch: _Watch) -> None:
         stores = self._stores
         if self._parts > 1:
             elements = elements[self._part * self._rank :][: self._part]
         if stores.host is not None:
             self._host = stores.host.take(elements.nbytes, dry=compat.is_fake(elements))
-            stores.send(elements, self._host)
+            stores.send(elements, self._host, watch)
         elif stores.arena is not None:
             self._device = stores.arena.take(elements.numel(), self._dtype)
             assert self._device.tensor is not None
             self._device.tensor.copy_(elements)
+        elif self._parts > 1:
+            self._device = elements.clone()  # a slice would hold all of it
         else:
-            self._device = elements.clone() if self._parts > 1 else elements  # a slice would hold all of it
+            self._device, self._watch = elements, watch
 
     def fetch(self) -> None:
         """Starts bringing it back."""
@@ -143,6 +167,8 @@ class Kept:
 
     def take(self) -> Tensor:
         """The tensor as it was. What was kept is kept still, for a second backward."""
+        if self._watch is not None:
+            self._watch.check()
         self.fetch()
         assert self._coming is not None
         pending, whole = self._coming
