@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -107,6 +108,38 @@ def test_an_error_that_is_being_handled_is_not_taken_for_one_of_forward() -> Non
     except torch.OutOfMemoryError:
         loss_of(model, 0)
     assert not notes(error)
+
+
+def test_the_allocator_is_observed_once_however_many_models_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    observers: list[Any] = []
+    monkeypatch.setattr(shortage, "_observed", [])
+    monkeypatch.setattr(compat, "watch_shortages", observers.append)
+
+    def come_and_go() -> None:
+        model, _, _ = greedy(stage=0)
+        runtime_of(model).fabric.device = torch.device("cuda", 0)
+        shortage.install(runtime_of(model), None)
+
+    for _ in range(3):
+        come_and_go()
+        gc.collect()
+        assert not shortage._answers
+    assert len(observers) == 1
+
+
+def test_an_answer_that_fails_does_not_take_the_place_of_the_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(answer: shortage.Answer) -> str:
+        raise KeyError("lost")
+
+    model, _, _ = greedy(stage=0)
+    monkeypatch.setattr(shortage.Answer, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(shortage.Answer, "text", fails)
+    monkeypatch.setattr(shortage, "_answers", {shortage.Answer(runtime_of(model), None)})
+    monkeypatch.setattr(compat, "in_backward", lambda: True)
+    shortage._on_shortage(0, 1, 2, 3)
+    assert "could not be told: KeyError: 'lost'" in capsys.readouterr().err
 
 
 def test_the_allocators_word_is_passed_on_in_backward_alone(

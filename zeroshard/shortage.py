@@ -31,6 +31,8 @@ SIGNS = ("out of memory", "can't allocate memory")
 """How errors say it that are no ``OutOfMemoryError``: of the CPU's allocator, of CUDA's own calls."""
 
 _answers: weakref.WeakSet[Answer] = weakref.WeakSet()
+_observed: list[bool] = []
+"""Not empty once torch's allocator calls us, which it then does as long as the process lives."""
 
 
 def install(runtime: Runtime, foresight: Foresight | None) -> None:
@@ -39,7 +41,8 @@ def install(runtime: Runtime, foresight: Foresight | None) -> None:
     runtime.model.register_forward_hook(Hook(answer.after_forward), always_call=True)
     runtime.on_error = answer.note
     if runtime.fabric.device.type == "cuda":
-        if not _answers:
+        if not _observed:
+            _observed.append(True)
             compat.watch_shortages(_on_shortage)
         _answers.add(answer)
 
@@ -111,8 +114,11 @@ def _on_shortage(device: int, requested: int, allocated: int, free: int) -> None
     if not compat.in_backward():
         return
     for answer in list(_answers):
-        if answer.device.index == device:
-            print(answer.text(), file=sys.stderr, flush=True)
+        try:
+            if answer.device.index == device:
+                print(answer.text(), file=sys.stderr, flush=True)
+        except Exception as error:  # would be raised in place of the OutOfMemoryError
+            print(f"{TITLE} could not be told: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _allocator(device: torch.device, held: int) -> tuple[list[str], int]:
