@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .buffers import Buffers
 from .comm import Fabric
+from .parallel import local
 from .precision import local_norms, tensors_in
 from .unit import Flat, Unit
 
@@ -61,7 +62,7 @@ class Faults:
         if self.watching and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.is_floating_point() and not tensor.is_sparse and tensor.numel():
-                    self._outputs.append((unit.title, torch.isfinite(tensor.detach()).all()))
+                    self._outputs.append((unit.title, torch.isfinite(local(tensor.detach())).all()))
 
     def check_not_stopped(self) -> None:
         if self.stop_reason is not None:

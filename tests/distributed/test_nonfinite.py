@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroshard
 from tests.models import Block, batch
@@ -149,6 +151,22 @@ def test_a_loss_that_was_dropped_is_not_held_against_the_next_step() -> None:
     assert not math.isfinite(float(model(batch(1))))
     model.breaks = ""
     train(model, optimizer, 2)
+
+
+@on_ranks(2)
+def test_units_whose_outputs_are_dtensors_are_looked_at_too() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(7, 6), nn.Linear(6, 4))
+    plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zeroshard.shard(model, optimizer, stage=2, units=["0", "1"], on_nonfinite="raise")
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(batch(0) * math.inf).sum().backward()
+    with pytest.raises(zeroshard.NonFiniteError, match="the output of unit '0' is not finite"):
+        optimizer.step()
 
 
 def test_the_option_is_checked_early() -> None:
