@@ -292,7 +292,11 @@ def test_whatever_a_crash_leaves_one_of_two_is_there(original: Path, tmp_path: P
     """A checkpoint that replaces another is renamed twice; a crash may come before, between and after."""
     path = tmp_path / "latest"
     model, optimizer = small()
-    for names in ([".latest.old", ".latest.partial"], [".latest.old", "latest"], ["latest", ".latest.partial"]):
+    for names in (
+        [".latest.old", ".latest.00ff.partial"],
+        [".latest.old", "latest"],
+        ["latest", ".latest.00ff.partial"],
+    ):
         for name in names:
             shutil.copytree(original, tmp_path / name)
         zeroshard.load(path, model, optimizer)

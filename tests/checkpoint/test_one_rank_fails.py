@@ -41,10 +41,10 @@ def all_cases(folder: str) -> dict[str, str]:
         "allocate": on_rank_one(snapshot, "Arena", lambda: run.save(f"{folder}/a", asynchronous=True)),
         "thread": on_rank_one(saving, "Saving", lambda: run.save(f"{folder}/b")),
         "path": outcome(lambda: run.save(f"{folder}/x\0y")),
-        "blocking": outcome(lambda: run.save(f"{folder}/c")),
-        "fill": on_rank_one(ShardedOptimizer, "forget_states", lambda: run.load(f"{folder}/c")),
-        "scheduler": on_rank_one(type(run.scheduler), "load_state_dict", lambda: run.load(f"{folder}/c")),
-        "load": outcome(lambda: run.load(f"{folder}/c")),
+        "blocking": outcome(lambda: run.save(f"{folder}/b")),
+        "fill": on_rank_one(ShardedOptimizer, "forget_states", lambda: run.load(f"{folder}/b")),
+        "scheduler": on_rank_one(type(run.scheduler), "load_state_dict", lambda: run.load(f"{folder}/b")),
+        "load": outcome(lambda: run.load(f"{folder}/b")),
     }
     Run({"stage": 1}, seed=2).load(f"{folder}/a")
     return found
@@ -56,5 +56,5 @@ def test_whatever_fails_on_one_rank_is_raised_on_all_or_mended_on_all(tmp_path: 
     for case in ("thread", "fill", "scheduler"):
         for found in ranks:
             assert "none left" in found[case], (case, found)
-    assert all("cannot be written" in found["path"] or "rank 0 failed" in found["path"] for found in ranks)
+    assert all("null" in found["path"] for found in ranks), ranks
     assert [(found["blocking"], found["load"]) for found in ranks] == [("done", "done")] * 2

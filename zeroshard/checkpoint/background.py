@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import compat
 from ..comm import Fabric
 from .contents import Contents
-from .folder import keep_newest, partial_of, publish
+from .folder import keep_newest, partial_of, publish, time_after
 from .format import (
     INDEX,
     LARGEST_JSON,
@@ -29,6 +30,7 @@ from .format import (
     CheckpointError,
     Index,
     Part,
+    data_file,
     failure_file,
     index_json,
     marker_json,
@@ -83,7 +85,7 @@ class Saving:
         """Waits without the other ranks, and says on stderr what went wrong."""
         written, since = -1, time.monotonic()
         while not self._done.wait(SLOWEST_POLL_SECONDS):
-            if (now := _bytes_in(partial_of(self.path))) != written:
+            if (now := _bytes_in(partial_of(self.path, self._token))) != written:
                 written, since = now, time.monotonic()
             elif time.monotonic() - since > EXIT_SECONDS:
                 self.abandon()
@@ -94,10 +96,17 @@ class Saving:
         """Waits for other ranks no longer; the checkpoint stays incomplete if their parts are not there."""
         self._abandoned.set()
 
+    def give_up(self) -> None:
+        """Ends it where another rank could not begin, which all have been told."""
+        self.abandon()
+        self._done.wait()
+        self._told = True
+        _unfinished.discard(self)
+
     # -- on the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        rank, folder = self._fabric.rank, partial_of(self.path)
+        rank, folder = self._fabric.rank, partial_of(self.path, self._token)
         try:
             contents, self._contents = self._contents, None
             assert contents is not None
@@ -126,11 +135,24 @@ class Saving:
         index = index_json(self._token, parts, {"world": self._fabric.world, "steps": self._steps})
         Index(folder, self._token, [Part.from_json(part) for part in parts]).check()
         write_json(folder / INDEX, index)
-        write_json(folder / MARKER, marker_json(index, self._steps, time.time_ns()))
+        self._check_untouched(folder, parts)
+        saved_ns = time_after(self.path.parent, time.time_ns())
+        write_json(folder / MARKER, marker_json(index, self._steps, saved_ns))
         (folder / TOKEN).unlink(missing_ok=True)
-        publish(self.path)
+        publish(folder, self.path)
         if self._keep is not None:
-            keep_newest(self.path.parent, self._keep)
+            keep_newest(self.path, self._keep)
+
+    def _check_untouched(self, folder: Path, parts: Sequence[dict[str, Any]]) -> None:
+        """Another job that saves to the same path clears the folder: then this must not be called complete."""
+        try:
+            same = (folder / TOKEN).read_text() == self._token and all(
+                (folder / data_file(rank)).stat().st_size == part["size"] for rank, part in enumerate(parts)
+            )
+        except OSError:
+            same = False
+        if not same:
+            raise CheckpointError(f"{folder} was changed while it was written; does another job save to {self.path}?")
 
     def _await_part(self, folder: Path, rank: int) -> dict[str, Any]:
         pause = POLL_SECONDS
@@ -149,6 +171,13 @@ class Saving:
 
 
 _unfinished: weakref.WeakSet[Saving] = weakref.WeakSet()
+
+
+def check_not_writing(path: Path) -> None:
+    """Raises if a save of this process to the same path, of another model, goes on."""
+    for saving in list(_unfinished):
+        if not saving.done and os.path.realpath(saving.path) == os.path.realpath(path):
+            raise CheckpointError(f"{path} is still being written by another save; wait() for that one first")
 
 
 def abandon_all() -> None:

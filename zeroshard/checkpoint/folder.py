@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .format import MARKER, Marker, read_marker
+from .format import MARKER, OWN_NAME, CheckpointError, Marker, read_marker
 from .write import sync_folder
 
 PARTIAL = ".partial"
@@ -26,35 +26,103 @@ class Complete(NamedTuple):
     marker: Marker
 
 
-def partial_of(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
-    return path.with_name(f".{path.name}{PARTIAL}")
+def partial_of(path: Path, token: str) -> Path:
+    """Where a checkpoint is written before it is complete: no two saves share it, even to one path."""
+    return path.with_name(f".{path.name}.{token}{PARTIAL}")
 
 
 def _old_of(path: Path) -> Path:
     return path.with_name(f".{path.name}{OLD}")
 
 
-def prepare(path: Path) -> Path:
-    """Makes an empty folder to write into; on rank 0. What a crash left there goes."""
-    partial = partial_of(path)
-    if (partial / MARKER).exists() and not path.exists():  # a crash between two renames
-        os.replace(partial, path)
-    shutil.rmtree(partial, ignore_errors=True)
+def _partials_of(path: Path) -> list[Path]:
+    """What saves to this path have left, or still write."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+{re.escape(PARTIAL)}")
+    try:
+        return [path.with_name(name) for name in sorted(os.listdir(path.parent)) if pattern.fullmatch(name)]
+    except OSError:
+        return []
+
+
+def _complete_partials_of(path: Path) -> list[Path]:
+    """Those that lack nothing but the name, the newest first."""
+    found = [Complete(one, marker) for one in _partials_of(path) if (marker := read_marker(one)) is not None]
+    return [one.folder for one in _newest_first(found)]
+
+
+def check_replaceable(path: Path) -> None:
+    """A save takes the place of a checkpoint, or of an empty folder, and of nothing else.
+
+    Raises:
+        CheckpointError: something else is there, which a save would have to delete.
+    """
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link, which a save would replace; save to {path.resolve()} itself")
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file, and a checkpoint is a folder; save to another path")
+    entries = _sorted(path)
+    foreign = [entry.name for entry in entries if not _is_own(entry)]
+    if not foreign and not any(entry.name == MARKER or entry.name.startswith("rank-") for entry in entries):
+        foreign = [entry.name for entry in entries]  # a lone "token" or "index.json" is likely somebody else's
+    if foreign:
+        raise CheckpointError(
+            f"{path} holds {foreign[0]!r}, which is no part of a checkpoint, and a save would delete it; save to a "
+            f"path of its own, such as {path / 'step-1'}"
+        )
+
+
+def _sorted(folder: Path) -> list[os.DirEntry[str]]:
+    return sorted(os.scandir(folder), key=lambda entry: entry.name)
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    return OWN_NAME.fullmatch(entry.name) is not None and entry.is_file(follow_symlinks=False)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint, the marker first. What else somebody has put there stays, and its folder."""
+    (folder / MARKER).unlink(missing_ok=True)
+    for entry in _sorted(folder):  # by which a rank's files go late: as long as one is there, all are known as ours
+        if _is_own(entry):
+            os.remove(entry.path)
+    with contextlib.suppress(OSError):  # not empty
+        os.rmdir(folder)
+
+
+def prepare(path: Path, token: str) -> Path:
+    """Makes an empty folder to write into; on rank 0. What a crash left beside it goes."""
+    check_replaceable(path)
+    left = _complete_partials_of(path)
+    if left and not path.exists():  # a crash between two renames
+        os.replace(left[0], path)
+    for folder in _partials_of(path):
+        with contextlib.suppress(OSError):
+            _remove(folder)
+    partial = partial_of(path, token)
     partial.mkdir(parents=True)
     sync_folder(partial.parent)
     return partial
 
 
-def publish(path: Path) -> None:
-    """Gives a complete checkpoint its name; on rank 0. What had it before goes."""
+def publish(partial: Path, path: Path) -> None:
+    """Gives a complete checkpoint its name; on rank 0. The one that had it before goes."""
+    check_replaceable(path)
     old = _old_of(path)
-    shutil.rmtree(old, ignore_errors=True)
     if path.exists():
+        if old.exists():
+            check_replaceable(old)
+            _remove(old)
         os.replace(path, old)
-    os.replace(partial_of(path), path)
+    os.replace(partial, path)
     sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(old)
+
+
+def _newest_first(found: list[Complete]) -> list[Complete]:
+    return sorted(found, key=lambda one: (one.marker.saved_ns, one.marker.steps), reverse=True)
 
 
 def complete_in(parent: Path) -> list[Complete]:
@@ -66,20 +134,25 @@ def complete_in(parent: Path) -> list[Complete]:
                 marker = read_marker(Path(entry.path))
                 if marker is not None:
                     found.append(Complete(Path(entry.path), marker))
-    return sorted(found, key=lambda one: (one.marker.saved_ns, one.marker.steps), reverse=True)
+    return _newest_first(found)
 
 
 def candidates(path: Path) -> list[Path]:
     """What ``load(path)`` may read, the best first: the checkpoint itself, or those inside a folder of them."""
-    for folder in (path, partial_of(path), _old_of(path)):  # the latter two after a crash between two renames
+    for folder in (path, *_complete_partials_of(path), _old_of(path)):  # all but the first after a crash
         if (folder / MARKER).exists():
             return [folder]
     return [one.folder for one in complete_in(path)]
 
 
-def keep_newest(parent: Path, count: int) -> None:
-    """Removes all complete checkpoints but the newest; on rank 0, after a save. The marker goes first."""
-    for one in complete_in(parent)[count:]:
+def time_after(parent: Path, now_ns: int) -> int:
+    """The time of a new checkpoint: later than those that are there, also where a clock was set back."""
+    return max([now_ns, *(one.marker.saved_ns + 1 for one in complete_in(parent))])
+
+
+def keep_newest(path: Path, count: int) -> None:
+    """Of the complete checkpoints beside the one just saved, leaves it and the newest others; on rank 0."""
+    others = [one.folder for one in complete_in(path.parent) if one.folder != path]
+    for folder in others[count - 1 :]:
         with contextlib.suppress(OSError):
-            os.remove(one.folder / MARKER)
-            shutil.rmtree(one.folder)
+            _remove(folder)

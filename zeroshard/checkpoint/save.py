@@ -16,7 +16,7 @@ from .. import compat
 from ..comm import Fabric
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
-from .background import Latest, Saving
+from .background import Latest, Saving, check_not_writing
 from .contents import Contents, collect
 from .folder import partial_of, prepare
 from .format import TOKEN, CheckpointError
@@ -43,8 +43,8 @@ def save(
     """Writes a checkpoint of everything that training goes on from. Collective: call it on all ranks.
 
     Args:
-        path: the checkpoint's folder, which all ranks must see. One that is there already is replaced, but not before
-            the new one is complete.
+        path: the checkpoint's folder, which all ranks must see. A checkpoint that is there already is replaced, but
+            not before the new one is complete; anything else that is there is an error, and stays.
         model: what ``shard()`` returned; its parameters, frozen ones too, and its buffers are saved.
         optimizer: likewise: masters, states, steps, settings of its groups, loss scale. None saves the model alone.
         scheduler: anything with ``state_dict()``; rank 0's is saved.
@@ -69,6 +69,7 @@ def save(
         contents, target, problem = None, Path(), None
         try:
             target = Path(path).absolute()
+            check_not_writing(target)
             check_optimizer(runtime, optimizer, "save")
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
@@ -94,7 +95,7 @@ def save(
             agree(fabric, problem)
         except Exception:
             if saving is not None:
-                saving.abandon()  # a rank has nothing to write from
+                saving.give_up()
             raise
         assert saving is not None
         if asynchronous:
@@ -147,7 +148,9 @@ def _open_folder(path: Path, fabric: Fabric) -> str:
     token, problem = secrets.token_hex(8), None
     if fabric.rank == 0:
         try:
-            (prepare(path) / TOKEN).write_text(token)
+            (prepare(path, token) / TOKEN).write_text(token)
+        except CheckpointError as error:
+            problem = error
         except Exception as error:
             problem = CheckpointError(f"{path} cannot be written: {error}")
     agree(fabric, problem)
@@ -158,15 +161,15 @@ def _open_folder(path: Path, fabric: Fabric) -> str:
     blind = [rank for rank, sees in enumerate(fabric.gather_objects(seen)) if not sees]
     if blind:
         raise CheckpointError(
-            f"rank {', '.join(map(str, blind))} cannot see {partial_of(path)} as rank 0 wrote it; all ranks must "
-            "save to one folder, on a file system that every node has mounted at the same place"
+            f"rank {', '.join(map(str, blind))} cannot see {partial_of(path, token)} as rank 0 wrote it; all "
+            "ranks must save to one folder, on a file system that every node has mounted at the same place"
         )
     return token
 
 
 def _sees(path: Path, token: str) -> bool:
     try:
-        return (partial_of(path) / TOKEN).read_text() == token
+        return (partial_of(path, token) / TOKEN).read_text() == token
     except (OSError, ValueError):
         return False
 

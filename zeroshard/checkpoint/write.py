@@ -60,6 +60,7 @@ def write_part(
             checksums = tuple(_write_chunk(file.fileno(), chunk) for chunk in _chunks(values_here, staging))
             entries[place] = entries[place].with_checksums(checksums)
             flusher.wrote(piece.nbytes)
+        flusher.finish()
         os.fsync(file.fileno())
     part = Part(rank, len(header) + offset, len(header), tuple(entries), scalars, values)
     write_json(folder / part_file(rank), json.dumps(part.to_json(token), separators=(",", ":")).encode())
@@ -75,11 +76,21 @@ class _Flusher:
         self._descriptor, self._unflushed, self._over = descriptor, 0, False
         self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def finish(self) -> None:
+        """Ends the thread, and raises what it met: the system tells of a failed write once, and no flush after it."""
+        self._stop()
+        if self._error is not None:
+            raise self._error
+
+    def _stop(self) -> None:
         if self._thread is not None:
             self._over = True
             self._wanted.set()
@@ -101,8 +112,11 @@ class _Flusher:
     def _flush(self) -> None:
         while self._wanted.wait() and not self._over:
             self._wanted.clear()
-            with contextlib.suppress(OSError):  # whatever it is, the flush at the end meets it too
+            try:
                 os.fdatasync(self._descriptor)
+            except OSError as error:
+                self._error = error
+                return
 
 
 def _chunks(values: Tensor, staging: Tensor | None) -> Iterator[memoryview]:
