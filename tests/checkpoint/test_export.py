@@ -15,6 +15,8 @@ from tests.huggingface import VOCABULARY, causal, gpt2, llama, mixtral
 from tests.ranks import Pool
 from tests.training import adamw
 from zeroshard import machine
+from zeroshard.checkpoint import export as exporting
+from zeroshard.checkpoint.lora import Adapter, adapter_tensors
 from zeroshard.cli.main import main
 
 MODELS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
@@ -134,3 +136,54 @@ def test_adapters_are_not_exported_by_accident(tmp_path: Path, capsys: pytest.Ca
     assert "export with --merge, or with --adapter-only" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
     assert "holds no complete checkpoint" in capsys.readouterr().err
+
+
+class Named:
+    """A checkpoint of which only names matter."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (1,)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("adapter", ["a", "model", "q_proj", "lora_A"])
+def test_an_adapter_is_found_by_its_own_place_in_names_whatever_it_is_called(adapter: str) -> None:
+    base = "base_model.model.model.q_proj"
+    mine = [f"{base}.lora_A.{adapter}.weight", f"{base}.lora_embedding_A.{adapter}"]
+    mine += [f"base_model.model.head.modules_to_save.{adapter}.weight"]
+    others = [f"{base}.lora_A.b{adapter}.weight", f"{base}.lora_A.{adapter}b.weight", f"{base}.lora_embedding_A.ab"]
+    others += [f"base_model.model.head.modules_to_save.{adapter}b.weight", f"{base}.base_layer.weight"]
+    found = [entry[0] for entry in adapter_tensors(Named(*mine, *others), Adapter(adapter, {}))]
+    assert found == [f"{base}.lora_A.weight", f"{base}.lora_embedding_A", "base_model.model.head.weight"]
+
+
+def test_a_folder_never_gets_a_second_model_and_a_file_is_whole_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = zeroshard.shard(model, adamw(list(model.parameters())))
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    zeroshard.save(saved, model, optimizer)
+
+    def cut_short(_: object) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "bytes_of", cut_short)
+        with pytest.raises(OSError, match="No space left"):
+            exporting.export(saved, out)
+    assert not list(out.glob("*.safetensors"))
+    assert main(["export", str(saved), str(out)]) == 0
+    before = (out / "model.safetensors").read_bytes()
+    assert main(["export", str(saved), str(out), "--shard-size", "0.00000002"]) == 1
+    assert "out has a model already (model.safetensors); export to another folder" in capsys.readouterr().err
+    assert sorted(entry.name for entry in out.iterdir()) == ["model.safetensors"]
+    assert (out / "model.safetensors").read_bytes() == before

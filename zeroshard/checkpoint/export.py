@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,8 @@ from .values import DTYPES, decode
 from .write import bytes_of, write_json
 
 SHARD_BYTES = 5_000_000_000
+WEIGHTS = re.compile(r"(adapter_)?(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+"""Names under which a model's or an adapter's weights are looked for."""
 
 
 class Tensors(NamedTuple):
@@ -105,7 +109,7 @@ def export(
 
     Args:
         path: a checkpoint, or a folder of them, of which the newest is taken.
-        out: the folder to write; made if it is not there.
+        out: the folder to write; made if it is not there. It must have no weights yet.
         dtype: of the parameters; by default that which the model computed in.
         adapter: write this LoRA adapter alone, for PEFT.
         merge: write the base with its LoRA adapters added in.
@@ -122,6 +126,7 @@ def export(
             "--adapter-only"
         )
     out.mkdir(parents=True, exist_ok=True)
+    _check_out(out)
     if adapter is not None:
         return _export_adapter(source, Adapter.of(adapters, adapter), out)
     if merge:
@@ -133,6 +138,15 @@ def export(
             Tensors(name, source.shape(name), source.dtype(name), _reading(source, name)) for name in source.names
         ]
     return [*_write_shards(out, tensors, shard_bytes), *_write_configs(source, out, tensors, config)]
+
+
+def _check_out(out: Path) -> None:
+    """Of two models in a folder, whoever loads it takes one: an older one must go first, and not by our hand."""
+    for file in sorted(out.iterdir()):
+        if WEIGHTS.fullmatch(file.name):
+            raise CheckpointError(
+                f"{out} has a model already ({file.name}); export to another folder, or remove that one"
+            )
 
 
 def _reading(source: Source, name: str) -> Callable[[], Tensor]:
@@ -182,12 +196,16 @@ def _write_file(file: Path, tensors: Sequence[Tensors]) -> None:
         offset = end
     header = json.dumps(table, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    with open(file, "wb") as opened:
+    temporary = file.with_name(f".{file.name}.tmp")  # whole or not at all: a disk may be full, a process killed
+    with open(temporary, "wb") as opened:
         opened.write(len(header).to_bytes(8, "little") + header)
         for tensor in tensors:
             made = tensor.make().contiguous()
             assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), tensor.name
             opened.write(bytes_of(made))
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(temporary, file)
 
 
 def _write_configs(source: Source, out: Path, tensors: Sequence[Tensors], given: Path | None) -> list[Path]:

@@ -65,13 +65,14 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
 
 def adapter_tensors(source: Source, adapter: Adapter) -> Iterator[Found]:
     """The adapter's own tensors, by the names under which PEFT loads them."""
-    marks = (f".{adapter.name}.", f".{adapter.name}")
+    name_of = re.escape(adapter.name)
+    of_matrix = re.compile(rf"(\.lora_\w+)\.{name_of}(?=\.|$)")
+    of_module = re.compile(rf"\.modules_to_save\.{name_of}\.")
     for name in source.names:
-        if ".lora_" in name or ".modules_to_save." in name:
-            where = next((mark for mark in marks if mark in name), None)
-            if where is None:
-                continue
-            plain = name.replace(where, "." if where.endswith(".") else "", 1).replace(".modules_to_save.", ".")
+        plain, found = of_matrix.subn(r"\1", name)
+        if not found:
+            plain, found = of_module.subn(".", name)
+        if found:
             yield plain, source.shape(name), source.dtype(name), _reading(source, name)
 
 

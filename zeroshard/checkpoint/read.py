@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import zlib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from .boxes import Overlap, Region, Strided, overlaps
 from .format import CHUNK, CheckpointError, Entry, Index, Part, data_file, header_of, tensor_kind
 from .write import bytes_of
 
+KEPT_OPEN = 32
+"""How many files are mapped at once: each takes a descriptor, and a run may have had more ranks than there are."""
 KEPT_CHECKED = 4096
 """How many chunks are remembered as good, for a range that several pieces need."""
 
@@ -49,14 +53,19 @@ class Reader:
 
     def open(self, rank: int) -> Tensor:
         """The data of a rank's file, after its header, which is what the index says."""
-        if rank not in self._files:
-            self._files[rank] = self._map(self.index.parts[rank])
-        return self._files[rank]
+        data = self._files.pop(rank, None)
+        if data is None:
+            while len(self._files) >= KEPT_OPEN:
+                self._files.pop(next(iter(self._files)))  # the one not used for longest
+            data = self._map(self.index.parts[rank])
+        self._files[rank] = data
+        return data
 
     def check_files(self) -> None:
         """Looks at every file's size and header, and reads no data."""
         for part in self.index.parts:
-            self.open(part.rank)
+            with self._opened(part):
+                pass
 
     def check_everything(self) -> None:
         """Reads and checks all data."""
@@ -64,7 +73,9 @@ class Reader:
             for entry in part.entries:
                 self._check(part.rank, entry, 0, entry.nbytes)
 
-    def _map(self, part: Part) -> Tensor:
+    @contextlib.contextmanager
+    def _opened(self, part: Part) -> Iterator[BinaryIO]:
+        """A rank's file, if its size and header are what the index says."""
         file = self.index.folder / data_file(part.rank)
         expected = header_of(part.entries, self.index.token, part.rank)
         try:
@@ -77,11 +88,15 @@ class Reader:
                 if opened.read(len(expected)) != expected:
                     opened.seek(0)
                     raise CheckpointError(f"{file} {_what_it_is(opened.read(1 << 16), self.index.token)}")
-                if part.size == part.header:
-                    return torch.empty(0, dtype=torch.uint8)
-                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # as torch wants it; never written
+                yield opened
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+    def _map(self, part: Part) -> Tensor:
+        with self._opened(part) as opened:
+            if part.size == part.header:
+                return torch.empty(0, dtype=torch.uint8)
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # as torch wants it; never written
         return torch.frombuffer(mapped, dtype=torch.uint8, offset=part.header)
 
     def _copy(self, rank: int, entry: Entry, overlap: Overlap, target: Tensor) -> None:
