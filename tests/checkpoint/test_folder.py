@@ -170,3 +170,21 @@ def test_saves_to_one_path_by_two_jobs_have_folders_of_their_own(
     for _ in range(2):
         zeroshard.save(tmp_path / "saved", *small())
     assert len(set(seen)) == 2
+
+
+def test_why_a_rank_failed_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 polls for the file: one that is there and still empty would hide the reason."""
+    names: list[str] = []
+    write_text = Path.write_text
+
+    def looks(self: Path, text: str) -> int:
+        names.append(self.name)
+        return write_text(self, text)
+
+    model, optimizer = small()
+    saving = zeroshard.save(tmp_path / "saved", model, optimizer)
+    monkeypatch.setattr(Path, "write_text", looks)
+    saving._tell_rank_zero(tmp_path, OSError(27, "File too large"))
+    assert names == [".rank-00000.failed.tmp"]
+    assert "File too large" in (tmp_path / "rank-00000.failed").read_text()
+    assert not (tmp_path / names[0]).exists()

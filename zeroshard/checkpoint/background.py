@@ -122,8 +122,10 @@ class Saving:
             self._done.set()
 
     def _tell_rank_zero(self, folder: Path, error: BaseException) -> None:
-        try:
-            (folder / failure_file(self._fabric.rank)).write_text(_tell(error))
+        try:  # whole or not at all: rank 0 may look at any moment
+            temporary = folder / f".{failure_file(self._fabric.rank)}.tmp"
+            temporary.write_text(_tell(error))
+            temporary.replace(folder / failure_file(self._fabric.rank))
         except OSError:  # a full disk has no room for that either: an empty file will do
             try:
                 (folder / failure_file(self._fabric.rank)).touch()

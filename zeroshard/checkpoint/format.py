@@ -35,8 +35,8 @@ INDEX = "index.json"
 MARKER = "COMPLETE"
 TOKEN = "token"
 """By which ranks find out, at the start of a save, whether they see one folder."""
-_JSON_NAME = r"(index\.json|COMPLETE|rank-\d{5,}\.json)"
-OWN_NAME = re.compile(rf"token|rank-\d{{5,}}\.(safetensors|failed)|{_JSON_NAME}|\.{_JSON_NAME}\.tmp")
+_WRITTEN_WHOLE = r"(index\.json|COMPLETE|rank-\d{5,}\.(json|failed))"
+OWN_NAME = re.compile(rf"token|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")
 """Every name that a save gives to a file in a checkpoint's folder."""
 LARGEST_JSON = 1 << 30
 LARGEST_HEADER = 100_000_000
