@@ -479,6 +479,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What the optimizer keeps for one piece, after ``settle``."""
         return dict(self._state.get(piece.tensor, {}))
 
+    def common_state(self) -> dict[Any, Any]:
+        """What the optimizer keeps for no parameter in particular; the same on all ranks, as elements do not enter."""
+        return {key: value for key, value in self._state.items() if not isinstance(key, Tensor)}
+
+    def take_common_state(self, state: dict[Any, Any]) -> None:
+        """Takes it back."""
+        common: dict[Any, Any] = self._state
+        common.update(state)
+
     def forget_states(self) -> None:
         """Before states are loaded."""
         if self._host is not None:
@@ -489,7 +498,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Memory for one state of a piece, to be filled; None where this optimizer has no such state."""
         if self._host is not None and flat.host is not None:
             return self._host.room_for(flat, piece, name)
-        kept = piece.tensor.dtype if dtype.is_floating_point else dtype
+        known = type(self._original) in ELEMENTWISE  # whose states are of the master's dtype; others may have reasons
+        kept = piece.tensor.dtype if dtype.is_floating_point and known else dtype
         room = self._state[piece.tensor][name] = torch.empty_like(piece.tensor, dtype=kept)
         return room
 

@@ -26,9 +26,9 @@ from ..unit import Flat, MasterPiece
 from . import random_state
 from .boxes import Region, whole_box
 from .describe import describe
-from .format import BUFFER, SHOWN, VALUE, tensor_kind
+from .format import BUFFER, SAFETENSORS, SHOWN, VALUE, tensor_kind
 from .names import name_of
-from .values import encode
+from .values import SMALL_BYTES, EncodingError, encode
 from .write import Held
 
 
@@ -69,6 +69,7 @@ def collect(
 ) -> Contents:
     """Everything that this rank has to write. Waits for updates under way; no tensor is read yet."""
     fabric = runtime.fabric
+    runtime.schedule.check_nothing_held("save()")
     if runtime.optimizer is not None:
         runtime.optimizer.settle("save()")
     large: list[Tensor] = []
@@ -81,10 +82,11 @@ def collect(
     scalars: dict[str, Any] = {}
     for unit in runtime.units:
         for flat in unit.flats:
+            flat.check_unwritten()
             held += _values_of(flat, fabric)
             if optimizer is not None and flat.trainable:
                 held += _states_of(flat, fabric, optimizer)
-                scalars |= _scalars(flat, optimizer, keep)
+                scalars |= _scalars(flat, optimizer)
     values: dict[str, Any] = {
         "random": encode(random_state.read(fabric.device), "the random state", keep),
         "place": list(random_state.Place.of(fabric)),
@@ -141,15 +143,22 @@ def is_elementwise(value: object, piece: MasterPiece) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.tensor.shape
 
 
-def _scalars(flat: Flat, optimizer: ShardedOptimizer, keep: Callable[[Tensor], str]) -> dict[str, Any]:
+def _scalars(flat: Flat, optimizer: ShardedOptimizer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for piece in flat.pieces:
         name = name_of(flat.layout.slots[piece.slot].name)
         state = optimizer.state_of(piece)
         mine = {key: value for key, value in state.items() if not is_elementwise(value, piece)}
         if mine:
-            found[name] = encode(mine, f"the optimizer's state of {name!r}", keep)
+            found[name] = encode(mine, f"the optimizer's state of {name!r}", partial(_too_large, name))
     return found
+
+
+def _too_large(name: str, tensor: Tensor) -> str:
+    raise EncodingError(
+        f"the optimizer's state of {name!r} has a tensor of shape {list(tensor.shape)}, which is not one element for "
+        f"each of the parameter's: such a state can be saved up to {SMALL_BYTES} bytes only"
+    )
 
 
 def _held(flat: Flat, piece: Piece, kind: str, dtype: torch.dtype, read: Callable[[], Tensor]) -> Held:
@@ -160,6 +169,11 @@ def _held(flat: Flat, piece: Piece, kind: str, dtype: torch.dtype, read: Callabl
 
 def _whole(name: str, kind: str, tensor: Tensor) -> Held:
     """A tensor that is not in a flat: all that this rank has of it."""
+    if tensor.dtype not in SAFETENSORS:
+        raise EncodingError(
+            f"{kind} {name!r} is of {tensor.dtype}, which a checkpoint cannot hold; keep it in another form, such as "
+            "torch.view_as_real() for complex numbers, or register it with persistent=False"
+        )
     read = partial(_flattened, parallel.local(tensor))
     return Held(name, kind, tuple(tensor.shape), local_region(tensor), tensor.dtype, read)
 
@@ -241,5 +255,6 @@ def _shared(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, A
             }
             for group in optimizer.param_groups
         ],
+        "common": optimizer.common_state(),
         "progress": optimizer.progress(),
     }

@@ -339,7 +339,9 @@ def _read_range(reader: Reader, flat: Flat, kind: str, part: Range, target: Tens
     for piece in flat.layout.pieces(part):
         name = name_of(flat.layout.slots[piece.slot].name)
         region = region_of(flat, piece.slot, piece.start, piece.stop)
-        reader.read(name, kind, region, target[piece.offset : piece.offset + piece.numel])
+        # Units may have been others: next to a parameter that was held back may stand one that shows its newest.
+        stored = kind if (name, kind) in reader.index.places else VALUE
+        reader.read(name, stored, region, target[piece.offset : piece.offset + piece.numel])
 
 
 def _publish(runtime: Runtime, older: dict[Flat, Tensor]) -> None:
@@ -370,6 +372,7 @@ def _flats(runtime: Runtime) -> Iterable[Flat]:
 def _load_settings(optimizer: ShardedOptimizer, shared: dict[str, Any]) -> None:
     for mine, theirs in zip(optimizer.param_groups, shared["groups"], strict=True):
         mine.update({key: value for key, value in theirs["settings"].items() if key not in HOW_TO_COMPUTE})
+    optimizer.take_common_state(shared.get("common", {}))
     optimizer.load_progress(shared["progress"])
 
 
