@@ -20,6 +20,8 @@ FOLDER = "checkpoints"
 AUTO, NEVER = "auto", "never"
 STOP_FILE = "ZEROSHARD_STOP_FILE"  # environment variable: where rank 0 tells who started it that the run ended early
 BY_SIGNAL = "SIGTERM"
+KEPT = ("lr", "weight_decay")
+"""Settings of `[train]` that a resumed run has from its optimizer's checkpoint, so that others would have no effect."""
 
 
 class ResumeError(ValueError):
@@ -74,7 +76,19 @@ class Start:
             if saved.get(name) != mine:
                 raise ResumeError(f"--resume {resume}: the run had {name} = {saved.get(name)}, this job has {mine}")
         origin = Origin(**saved["origin"])
-        return cls(replace(job, train=replace(job.train, batch=origin.share(ranks))), origin, path)
+        share = origin.share(ranks)
+        had = {name: saved[name] for name in KEPT if name in saved}
+        now = {name: getattr(job.train, name) for name in KEPT}
+        if job.train.batch != share:  # which asks for the same
+            had, now = had | {"batch": origin.batch}, now | {"batch": job.train.batch}
+        for name, value in had.items():
+            if now[name] != value:
+                raise ResumeError(
+                    f"--resume {resume}: the run had train.{name} = {value}, this job has {now[name]}, which would "
+                    f"have no effect, as a run goes on as it began; set train.{name}={value}, or begin another run in "
+                    f"another folder, or here with --resume {NEVER}"
+                )
+        return cls(replace(job, train=replace(job.train, batch=share)), origin, path)
 
 
 class Checkpoints:
@@ -141,6 +155,7 @@ class Checkpoints:
             "model": asdict(self._job.model),
             "data": asdict(self._job.data),
             "seed": self._job.train.seed,
+            **{name: getattr(self._job.train, name) for name in KEPT},
             "journal": journal,
         }
         self._saving = zeroshard.save(

@@ -1,0 +1,48 @@
+"""What a resumed run may change, and what it may not."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.train.checkpoints import AUTO, NEVER, Checkpoints, ResumeError, Start
+from zeroshard.train.job import Job, TrainConfig
+
+JOB = Job(name="small", train=TrainConfig(batch=4, lr=0.01, weight_decay=0.1, save_every=1))
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with one checkpoint, as if two ranks had begun it."""
+    folder = tmp_path_factory.mktemp("run")
+    model = nn.Linear(2, 2)
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    checkpoints = Checkpoints(Start.find(JOB, folder, AUTO, RANKS), folder, model, optimizer, scheduler)
+    assert not checkpoints.after_step(1, {})
+    checkpoints.finish()
+    return folder
+
+
+def changed(**settings: Any) -> Job:
+    return replace(JOB, train=replace(JOB.train, **settings))
+
+
+@pytest.mark.parametrize("setting", [{"lr": 0.02}, {"weight_decay": 0.0}, {"batch": 3}])
+def test_a_setting_that_would_have_no_effect_is_refused(setting: dict[str, Any], out: Path) -> None:
+    (name, value), *_ = setting.items()
+    had = getattr(JOB.train, name)
+    with pytest.raises(ResumeError, match=f"the run had train.{name} = {had}, this job has {value}.*--resume never"):
+        Start.find(changed(**setting), out, AUTO, RANKS)
+    assert getattr(Start.find(changed(**setting), out, NEVER, RANKS).job.train, name) == value
+
+
+def test_other_ranks_take_their_share_of_the_batch_and_may_say_so(out: Path) -> None:
+    for ranks, share in ((1, 8), (2, 4), (4, 2)):
+        for batch in (JOB.train.batch, share):
+            assert Start.find(changed(batch=batch, steps=500), out, AUTO, ranks).job.train.batch == share
