@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Offload
+from zeroshard.checkpoint.contents import collect
+from zeroshard.checkpoint.snapshot import RESERVE, Snapshots
+from zeroshard.offload.arena import aligned
+from zeroshard.offload.states import join
+from zeroshard.runtime import runtime_of
 
 
 def train(model: Any, optimizer: Any, dtype: torch.dtype = torch.float32) -> None:
@@ -160,3 +166,39 @@ def test_a_delayed_update_loads_where_units_are_others(tmp_path: Path) -> None:
         zeroshard.synchronize(other)
         for name, value in zeroshard.full_state_dict(other).items():
             assert torch.equal(value, after[name]), f"{units}: {name} after a step"
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_split_master_is_put_together_once_and_one_at_a_time_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Linear(width, 8) for width in (8, 16, 8)), nn.Flatten())
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+    units = ["0", "1", "2"]
+    model, optimizer = zeroshard.shard(
+        model, optimizer, precision="bf16", stage=2, units=units, offload=Offload(split_master=True)
+    )
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def watched(high: Tensor, low: Tensor) -> Tensor:
+        alive.append(sum(reference() is not None for reference in made))
+        joined = join(high, low)
+        made.append(weakref.ref(joined))
+        return joined
+
+    monkeypatch.setattr("zeroshard.offload.shard.join", watched)
+    zeroshard.save(tmp_path / "saved", model, optimizer, asynchronous=True).wait()
+    assert alive == [0] * len(units)
+
+    runtime = runtime_of(model)
+    contents = collect(runtime, optimizer, scheduler=None, loader=None, extra=None)
+    largest = max(4 * flat.own.numel for unit in runtime.units for flat in unit.flats)  # with padding
+    assert largest >= 4 * (16 * 8 + 8)
+    assert contents.joined_bytes == largest
+    snapshot = sum(aligned(piece.nbytes) for piece in contents.held)
+    for room, fits in ((snapshot + largest, True), (snapshot + largest - 1, False)):
+        monkeypatch.setattr("zeroshard.machine.available_memory", lambda room=room: RESERVE + room)
+        assert (Snapshots(runtime.fabric).room_for(contents) is None) is fits

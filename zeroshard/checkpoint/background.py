@@ -110,7 +110,7 @@ class Saving:
         try:
             contents, self._contents = self._contents, None
             assert contents is not None
-            write_part(folder, self._token, rank, *contents)
+            write_part(folder, self._token, rank, contents.held, contents.scalars, contents.values)
             del contents
             if rank == 0:
                 self._complete(folder)

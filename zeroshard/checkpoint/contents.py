@@ -10,7 +10,7 @@ waits to be published do both count, for the next step still runs on the older o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ class Contents(NamedTuple):
     held: list[Held]
     scalars: dict[str, Any]
     values: dict[str, Any]
+    joined_bytes: int = 0
+    """Host memory that reading takes beside: the largest master that is split, put together."""
 
     @property
     def nbytes(self) -> int:
@@ -79,11 +81,12 @@ def collect(
         return f"#{len(large) - 1}"
 
     held: list[Held] = []
+    masters = _Masters()
     scalars: dict[str, Any] = {}
     for unit in runtime.units:
         for flat in unit.flats:
             flat.check_unwritten()
-            held += _values_of(flat, fabric)
+            held += _values_of(flat, fabric, masters)
             if optimizer is not None and flat.trainable:
                 held += _states_of(flat, fabric, optimizer)
                 scalars |= _scalars(flat, optimizer)
@@ -105,10 +108,31 @@ def collect(
             values["scheduler"] = encode(_state_dict(scheduler, "scheduler"), "scheduler", keep)
     held += [_whole(f"#{number}", tensor_kind(fabric.rank), tensor) for number, tensor in enumerate(large)]
     held.sort(key=lambda piece: -piece.dtype.itemsize)  # so that every range lies on a multiple of its elements
-    return Contents(held, scalars, values)
+    return Contents(held, scalars, values, masters.largest)
 
 
-def _values_of(flat: Flat, fabric: Fabric) -> Iterator[Held]:
+class _Masters:
+    """Puts masters together that are split, once for all their pieces, and has one at a time."""
+
+    def __init__(self) -> None:
+        self._flat: Flat | None = None
+        self._values: Tensor | None = None
+        self.largest = 0
+        """Bytes of the largest one."""
+
+    def expect(self, flat: Flat) -> None:
+        if flat.host is not None and flat.host.states.split:
+            self.largest = max(self.largest, flat.own.numel * flat.master_dtype.itemsize)
+
+    def of(self, flat: Flat) -> Tensor:
+        """This flat's; pieces of a flat are read one after the other, as they are listed."""
+        if self._values is None or self._flat is not flat:
+            self._flat = self._values = None
+            self._flat, self._values = flat, flat.own_values()
+        return self._values
+
+
+def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Held]:
     part = written_range(flat, fabric)
     pieces = flat.layout.pieces(part)
     if not flat.trainable:
@@ -118,7 +142,8 @@ def _values_of(flat: Flat, fabric: Fabric) -> Iterator[Held]:
                 flat, piece, VALUE, flat.dtype, partial(_slice, flat.kept_values, into_kept + piece.offset, piece)
             )
         return
-    master = lru_cache(maxsize=1)(flat.own_values)  # put together once, where it is split
+    masters.expect(flat)
+    master = partial(masters.of, flat)
     into_own = part.start - flat.own.start
     for piece in pieces:
         yield _held(flat, piece, VALUE, flat.master_dtype, partial(_slice, master, into_own + piece.offset, piece))

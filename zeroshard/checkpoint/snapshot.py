@@ -27,7 +27,7 @@ class Snapshots:
 
     def room_for(self, contents: Contents) -> str | None:
         """Why there is no room on some rank; None if there is. Collective."""
-        needed = _size(contents)
+        needed = _size(contents) + contents.joined_bytes
         held = 0 if self.memory is None else self.memory.numel()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._fabric.world))
         available = held + (machine.available_memory() - RESERVE) // local
