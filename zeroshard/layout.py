@@ -209,7 +209,7 @@ def find_units(
     Without ``chosen``, every outermost ModuleList or Sequential with at least two elements of one class that together
     hold a fair share of the model gives its elements. (Not only the largest container: an encoder-decoder has two, a
     ResNet four.) ``itemsize`` is the bytes of an element when parameters are cast; by default each one's own.
-    ``numel`` counts the elements that a rank has of a parameter.
+    ``numel`` counts the elements that a rank has of a parameter, or that the one with the largest part has.
     """
     modules = _chosen_modules(model, chosen) if chosen is not None else _repeated_modules(model)
     names = {id(module): name for name, module in model.named_modules()}

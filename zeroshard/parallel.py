@@ -74,6 +74,18 @@ def local_numel(parameter: Tensor) -> int:
     return compat.local_tensor(parameter).numel()
 
 
+def share_numel(parameter: Tensor) -> int:
+    """Elements of the largest part that a rank has of a parameter: the same number on all, where parts are uneven.
+
+    Models are divided into units and flats by it, so that these are the same on all tensor-parallel ranks.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(parameter.placements[0], Shard):
+        return local_numel(parameter)
+    axis = parameter.placements[0].dim
+    along = math.ceil(parameter.shape[axis] / parameter.device_mesh.size())
+    return along * math.prod(size for number, size in enumerate(parameter.shape) if number != axis)
+
+
 def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
     """This rank's part of a gradient, placed as its parameter is: a partial sum is added up over the mesh."""
     if not isinstance(gradient, DTensor):

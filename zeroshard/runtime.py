@@ -51,7 +51,7 @@ class Runtime(NotCopyable):
             chosen=config.units,
             max_unit_bytes=config.max_unit_bytes,
             itemsize=itemsize,
-            numel=parallel.local_numel,
+            numel=parallel.share_numel,
         )
         self.units = [
             Unit(

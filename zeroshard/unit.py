@@ -453,7 +453,7 @@ class Unit:
         self.module = spec.module
         itemsize = precision.parameters.itemsize if precision.parameters is not None else None
         groups = divide_into_flats(
-            spec.parameters, max_bytes, itemsize, numel=parallel.local_numel, divided=parallel.divided
+            spec.parameters, max_bytes, itemsize, numel=parallel.share_numel, divided=parallel.divided
         )
         self.flats = [
             Flat(

@@ -26,6 +26,8 @@ from tests.models import Net, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard import parallel
+from zeroshard.plan.units import module_units
+from zeroshard.runtime import runtime_of
 
 WIDTH = 12
 
@@ -386,3 +388,19 @@ def test_replicated_parameters_whose_gradients_nobody_adds_up_are_named() -> Non
     loss_of(model, data(0, 0)).backward()
     with pytest.raises(zeroshard.DisagreementError, match=r"'blocks\.\d\.norm\.weight'.*nobody adds the gradients up"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("limit", [2250, 2500])
+@on_ranks(2)
+def test_uneven_parts_are_divided_into_the_same_units_and_flats_on_all_ranks(limit: int) -> None:
+    model = parallel_net(mesh_of(1, 2), width=13)
+    planned = [[flat.largest for flat in unit.flats] for unit in module_units(model, None, limit)]
+    options: dict[str, Any] = {"stage": 2, "max_unit_bytes": limit}
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), **options)
+    units = [(unit.title, [flat.label for flat in unit.flats]) for unit in runtime_of(model).units]
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, units)
+    assert everybody[0] == everybody[1]
+    assert [len(labels) for _, labels in units] == [len(flats) for flats in planned]
+    model(data(0, 0)).square().mean().backward()
+    optimizer.step()

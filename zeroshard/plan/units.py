@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..layout import ALIGNMENT, divide_into_flats, find_units, round_up
-from ..parallel import divided, local_numel
+from ..parallel import divided, local_numel, share_numel
 from .shape import Setup, Transformer
 
 
@@ -60,14 +60,14 @@ def module_units(
     >>> [unit.numel(world=2) for unit in module_units(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, 1 << 30)]
     [0, 128, 128]
     """
-    specs = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=width, numel=local_numel)
+    specs = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=width, numel=share_numel)
     return tuple(
         UnitShape(
             block,
             tuple(
                 FlatShape.of([local_numel(parameter) for _, parameter in members], members[0][1].requires_grad)
                 for members in divide_into_flats(
-                    spec.parameters, max_unit_bytes, width, numel=local_numel, divided=divided
+                    spec.parameters, max_unit_bytes, width, numel=share_numel, divided=divided
                 )
             ),
         )
