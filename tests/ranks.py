@@ -6,6 +6,7 @@ rank is checked by the body itself, so a test fails if it raises on any rank. Pr
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib.util
 import multiprocessing
@@ -22,6 +23,8 @@ from typing import Any
 
 PATIENCE = 120.0
 """Seconds after which a test that does not end on some rank fails, and the pool is replaced."""
+TELLS = 0.75
+"""Share of them after which a rank that has not ended writes down where it is."""
 
 
 def on_ranks(world: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
@@ -53,6 +56,7 @@ class Pool:
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0
+        self.patience = PATIENCE
 
     def run(
         self, body: Callable[..., Any], world: int, arguments: dict[str, Any], expect_death: int | None = None
@@ -69,15 +73,17 @@ class Pool:
         workers = self._workers[:world]
         for rank, (_, connection) in enumerate(workers):
             names = (body.__code__.co_filename, body.__qualname__)
-            job = (*names, arguments, rank, world, store, expect_death is None)
+            job = (*names, arguments, rank, world, store, expect_death is None, TELLS * self.patience)
             connection.send_bytes(pickle.dumps(job))
         results: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
         while waiting:
-            ready = wait(list(waiting), timeout=PATIENCE)
+            ready = wait(list(waiting), timeout=self.patience)
             if not ready:
                 self.close()
-                raise AssertionError(f"ranks {sorted(waiting.values())} did not end within {PATIENCE:g} s")
+                late = sorted(waiting.values())
+                where = "\n".join(f"--- rank {rank} ---\n{_told(_place(store, rank))}" for rank in late)
+                raise AssertionError(f"ranks {late} did not end within {self.patience:g} s\n{where}")
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -100,6 +106,19 @@ class Pool:
         self._workers = []
 
 
+def _place(store: str, rank: int) -> str:
+    """Where a rank writes down where it is."""
+    return f"{store}-rank-{rank}"
+
+
+def _told(path: str) -> str:
+    """What it wrote."""
+    if not os.path.exists(path):
+        return "it has not begun"
+    with open(path) as file:
+        return file.read()
+
+
 def _forget_meshes() -> None:
     """DTensor remembers results with the mesh they were found on, which equals that of another test's dead groups."""
     if "torch.distributed.tensor" in sys.modules:
@@ -117,9 +136,11 @@ def _serve(connection: Connection, path: list[str]) -> None:
     modules: dict[str, Any] = {}
     while True:
         try:
-            filename, name, arguments, rank, world, store, together = pickle.loads(connection.recv_bytes())
+            filename, name, arguments, rank, world, store, together, tells = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        place = open(_place(store, rank), "w")  # noqa: SIM115 - closed below, when nothing writes to it any more
+        faulthandler.dump_traceback_later(tells, file=place)
         try:
             if filename not in modules:
                 spec = importlib.util.spec_from_file_location(f"on_ranks_{len(modules)}", filename)
@@ -145,4 +166,6 @@ def _serve(connection: Connection, path: list[str]) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            faulthandler.cancel_dump_traceback_later()
+            place.close()
         connection.send_bytes(pickle.dumps(answer))
