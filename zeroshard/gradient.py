@@ -355,11 +355,7 @@ class FlatGradient:
             if entry is not None and self.parameters[index].grad is entry[0]:
                 self.parameters[index].grad = None
         count = len(self.parameters)
-        self._local = self._stash = self._accumulator = self._factor = None
-        if self._slot_in_arena is not None:
-            self._slot_in_arena.free()
-            self._slot_in_arena = None
-        self._arrived, self._arrived_bytes = {}, 0
+        self._let_go()
         self.awaited = False
         self._fired.clear()
         self._shown, self._written, self.used = [None] * count, [False] * count, [False] * count
@@ -423,6 +419,14 @@ class FlatGradient:
             gap = self.layout.padding[0]
             local[gap.start : gap.stop].zero_()
 
+    def _let_go(self) -> None:
+        """Of all memory that holds gradients."""
+        self._local = self._stash = self._accumulator = self._factor = None
+        if self._slot_in_arena is not None:
+            self._slot_in_arena.free()
+            self._slot_in_arena = None
+        self._arrived, self._arrived_bytes = {}, 0
+
     def _discard(self, index: int) -> None:
         self._deposit()
         self.settle()  # or a reduce under way would bring the gradient back
@@ -430,8 +434,7 @@ class FlatGradient:
         if self._host is not None:
             self._host.discard({index} if any(self.used) else None)
         if not any(self.used):
-            self._local = self._stash = self._accumulator = self._factor = None
-            self._arrived, self._arrived_bytes = {}, 0
+            self._let_go()
             self._written = [False] * len(self._written)
             return
         for piece in self.layout.pieces(self.own):

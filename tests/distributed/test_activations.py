@@ -402,3 +402,81 @@ def test_a_dtensor_that_is_written_to_after_the_call_is_never_recomputed_from() 
         model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=options)
         with pytest.raises(RuntimeError, match=r"changed an input of a checkpointed block in place, after"):
             model(torch.ones(2, 7)).sum().backward()
+
+
+@on_ranks(2)
+def test_every_input_that_is_divided_is_compared_in_the_first_step() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(7, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(zeroshard.checkpoint(torch.mul, x, x * (1 + dist.get_rank())))
+
+    model = Two()
+    parallelize_module(model, mesh_of(1, 2)["tp"], {"last": ColwiseParallel(output_layouts=Replicate())})
+    options = Activations(checkpoint=False, partition=True)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=options)
+    with pytest.raises(zeroshard.DisagreementError, match=r"an input of 'checkpoint 0\.1' differs"):
+        model(torch.ones(2, 7))
+
+
+@on_ranks(1)
+def test_a_call_that_fails_midway_gives_back_what_it_had_put_away() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(7, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return zeroshard.checkpoint(torch.mul, x, x * 2)
+
+    model = Two()
+    options = Activations(checkpoint=False, offload=True)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=options)
+    pool = runtime_of(model).checkpoints.stores.host
+    assert pool is not None
+    take, taken = pool.take, []
+
+    def second_fails(size: int, *, dry: bool = False) -> Tensor:
+        if len(taken) % 2:
+            raise RuntimeError("does not fit the host")
+        taken.append(take(size, dry=dry))
+        return taken[-1]
+
+    pool.take = second_fails  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="does not fit the host"):
+            model(torch.ones(2, 7))
+        taken.append(torch.empty(0))
+        gc.collect()
+    assert pool.bytes == 128  # the one slot, used again
+
+
+@on_ranks(2)
+def test_gradients_that_are_taken_away_leave_their_place_in_the_arena_to_the_next() -> None:
+    for stage in (1, 2):
+        plain = net()
+        model, optimizer = zeroshard.shard(plain, adamw(plain.parameters()), stage=stage, arena=True)
+        train(model, optimizer, 0, steps=1)
+        arena = runtime_of(model).arena
+        assert arena is not None
+        free = arena._blocks[0][0].largest
+        assert free == arena.size
+        for _ in range(2):
+            model(torch.ones(6, 7)).sum().backward()
+            assert arena._blocks[0][0].largest < free
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = None
+        model(torch.ones(6, 7)).sum().backward()
+        blocks = {tensor.untyped_storage().data_ptr() for tensor in arena.tensors}
+        for unit in runtime_of(model).units:
+            for flat in unit.trainable_flats:
+                assert flat.gradient is not None
+                held = flat.gradient._held
+                assert held is None or held.untyped_storage().data_ptr() in blocks
+        optimizer.step()

@@ -33,6 +33,7 @@ class Call:
         self._previous = None if previous is None else weakref.ref(previous)
         self._kept: dict[int, Kept] = {}
         self._originals: list[tuple[Tensor, int]] = []
+        weakref.finalize(self, _drop_all, self._kept).atexit = False  # also of a call that fails midway
         found = 0
 
         def put(value: Tensor) -> Any:
@@ -40,14 +41,13 @@ class Call:
             if not _is_activation(value):
                 return value  # masks, tables and parameters, which others hold too
             if id(value) not in self._kept:
-                checkpoints.check_same(value, name)
+                checkpoints.check_same(value, f"{name}.{found}")
                 self._kept[id(value)] = Kept(value, checkpoints.stores, f"{name}.{found}")
                 self._originals.append((value, compat.version(value)))
                 found += 1
             return _Place(self._kept[id(value)])
 
         self._arguments = map_tensors(put, arguments)
-        weakref.finalize(self, _drop_all, list(self._kept.values())).atexit = False
 
     def check_unwritten(self) -> None:
         """After the first run: inputs that it changed in place would come back otherwise than they went."""
@@ -89,8 +89,8 @@ def _is_activation(value: Tensor) -> bool:
     return value.is_floating_point() and value.requires_grad and not value.is_leaf
 
 
-def _drop_all(kept: list[Kept]) -> None:
-    for entry in kept:
+def _drop_all(kept: dict[int, Kept]) -> None:
+    for entry in kept.values():
         entry.drop()
 
 
