@@ -83,6 +83,14 @@ class _OnStream:
         torch.cuda.current_stream().wait_event(self.event)
 
 
+def wait_on_host(pending: Pending) -> None:
+    """Blocks the host, for a caller that does not know which stream will use the memory next."""
+    if isinstance(pending, _OnStream):
+        pending.event.synchronize()
+    else:
+        pending.wait()
+
+
 @dataclass
 class _Messages:
     """Point-to-point messages, and what is to be done when they have arrived."""

@@ -480,3 +480,20 @@ def test_gradients_that_are_taken_away_leave_their_place_in_the_arena_to_the_nex
                 held = flat.gradient._held
                 assert held is None or held.untyped_storage().data_ptr() in blocks
         optimizer.step()
+
+
+@on_ranks(1)
+def test_copies_to_the_host_hold_no_tensor_of_a_graph_that_is_gone() -> None:
+    model = build(None)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=Activations(offload=True))
+    inputs: list[Any] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+    stores = runtime_of(model).checkpoints.stores
+    output = model(torch.randn(6, 7))
+    assert stores._leaving
+    del output
+    gc.collect()
+    assert len(inputs) == 3
+    assert not stores._leaving
+    assert not [storage for storage in inputs if storage() is not None]

@@ -10,6 +10,8 @@ went, in the memory layout that it had.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat, parallel
 from ..bounds import ON_THEIR_WAY
-from ..comm import Done, Fabric, Pending
+from ..comm import Done, Fabric, Pending, wait_on_host
 from ..config import Activations
 from ..layout import round_up
 from .arena import DeviceArena, Slot
@@ -35,7 +37,7 @@ class Stores:
         self.options, self.fabric, self.arena = options, fabric, arena
         self.host = HostPool(fabric.device, local_ranks) if options.offload else None
         self.bytes_to_host = self.bytes_to_device = 0
-        self._leaving: deque[tuple[Pending, Tensor, _Watch]] = deque()
+        self._leaving: deque[_Leaving] = deque()
 
     def parts_of(self, tensor: Tensor) -> int:
         """Into how many parts a checkpoint is divided. A DTensor that is divided already stays as it is."""
@@ -45,16 +47,34 @@ class Stores:
         """Copies to the host; the source is held until it has left."""
         target = slot[: source.nbytes].view(source.dtype)
         pending = self.fabric.model.run(lambda: target.copy_(source, non_blocking=True))
-        self._leaving.append((pending, source, watch))
+        self._leaving.append(_Leaving(pending, source, slot, watch))
         self.bytes_to_host += source.nbytes
         self.let_go(ON_THEIR_WAY)
 
     def let_go(self, at_most: int) -> None:
         """Waits, on the device, for copies to the host, until no more than so many hold their source."""
         while len(self._leaving) > at_most:
-            pending, _, watch = self._leaving.popleft()
-            pending.wait()
-            watch.check()
+            leaving = self._leaving.popleft()
+            leaving.pending.wait()
+            leaving.watch.check()
+
+    def forget(self, slot: Tensor) -> None:
+        """Lets go of what was on its way to a slot that nobody will read; on any thread, in the midst of anything."""
+        for leaving in list(self._leaving):
+            if leaving.slot is slot:
+                wait_on_host(leaving.pending)
+                with suppress(ValueError):  # has gone meanwhile
+                    self._leaving.remove(leaving)
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaving:
+    """A copy to the host, and what it needs until it is done."""
+
+    pending: Pending
+    source: Tensor
+    slot: Tensor
+    watch: _Watch
 
 
 class _Watch:
@@ -182,10 +202,11 @@ class Kept:
     def drop(self) -> None:
         """Gives the memory back, when no backward will come any more."""
         if self._coming is not None:  # fetched ahead of a backward that did not come: peers wait for our messages
-            self._coming[0].wait()
+            wait_on_host(self._coming[0])  # a finalizer may run on any thread, beside any stream
             self._coming = None
         if isinstance(self._device, Slot):
             self._device.free()
         if self._host is not None and self._stores.host is not None:
+            self._stores.forget(self._host)
             self._stores.host.give_back(self._host)
         self._device = self._host = None
