@@ -7,6 +7,7 @@ beyond what was ever needed at once. So it never holds more than twice that.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class HostPool:
         """By the address of their tensor's object: slots in use, and the bytes that were asked for."""
         self.bytes = 0
         """Allocated now."""
+        self._returned: deque[Tensor] = deque()
         self._needed = self._peak = 0
 
     @property
@@ -52,6 +54,10 @@ class HostPool:
 
     def take(self, size: int, *, dry: bool = False) -> Tensor:
         """A slot of so many bytes; in a dry run one without memory."""
+        while self._returned:
+            entry, asked = self._taken.pop(id(self._returned.popleft()))
+            self._needed -= asked
+            bisect.insort(self._free, entry, key=_size_of)
         size = aligned(size)
         self._needed += size
         self._peak = max(self._peak, self._needed)
@@ -85,6 +91,4 @@ class HostPool:
 
     def give_back(self, slot: Tensor) -> None:
         """Copies that still read the slot come before the next that writes it, for all go through one stream."""
-        entry, size = self._taken.pop(id(slot))
-        self._needed -= size
-        bisect.insort(self._free, entry, key=_size_of)
+        self._returned.append(slot)  # no more than this: a finalizer may call it in the midst of take()
