@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard import Activations, optimizer
+from zeroshard.bounds import UPDATE_ELEMENTS
 from zeroshard.cli.main import main
 from zeroshard.config import Offload
 from zeroshard.plan.activations import paper_activations
@@ -108,13 +109,13 @@ def test_the_papers_estimate_of_divided_checkpoints_is_in_16_bit() -> None:
     assert paper_activations(model, setup, divided=True) == pytest.approx(4.2e9, rel=0.01)
 
 
-def temporaries(layers: int, stage: int) -> int:
+def temporaries(layers: int, stage: int, width: int = 2048, world: int = 512) -> int:
     """Bytes beside model states at the peak of a step, of equal layers and one row of data."""
     result = dry_run(
-        lambda: nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(layers))),
+        lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))),
         lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
-        lambda model: model(torch.zeros(1, 2048)).sum(),
-        world=512,
+        lambda model: model(torch.zeros(1, width)).sum(),
+        world=world,
         real=False,
         stage=stage,
         precision="bf16",
@@ -123,7 +124,7 @@ def temporaries(layers: int, stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_peak_of_temporary_buffers_is_the_same_for_ten_million_and_a_billion_parameters(
+def test_apart_from_the_update_temporary_buffers_are_the_same_for_ten_million_and_a_billion_parameters(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The optimizer's batches are bounded too, but by more than a 512th of these models: so bound them by less.
@@ -133,6 +134,14 @@ def test_the_peak_of_temporary_buffers_is_the_same_for_ten_million_and_a_billion
     unit = 2 * 2048 * 2048
     assert small > 2 * unit  # gradients on their way, or units gathered ahead
     assert large == pytest.approx(small, rel=0.05)
+
+
+def test_temporary_buffers_of_the_update_are_bounded_whatever_the_size_of_the_model() -> None:
+    small, large, larger = (temporaries(layers, 2, width=4096, world=2) for layers in (2, 12, 20))
+    update = 2 * 4 * UPDATE_ELEMENTS  # gradients in fp32 and AdamW's denominators, of a batch that flats fill exactly
+    assert small < large  # so bounded, not constant
+    assert 0.9 * update < large <= update
+    assert larger == large
 
 
 def test_the_papers_five_configurations_are_presets_and_in_the_order_of_its_figures() -> None:
