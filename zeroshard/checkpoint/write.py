@@ -60,6 +60,7 @@ def write_part(
             checksums = tuple(_write_chunk(file.fileno(), chunk) for chunk in _chunks(values_here, staging))
             entries[place] = entries[place].with_checksums(checksums)
             flusher.wrote(piece.nbytes)
+            del values_here  # or the next piece would be put together beside this one
         flusher.finish()
         os.fsync(file.fileno())
     part = Part(rank, len(header) + offset, len(header), tuple(entries), scalars, values)
