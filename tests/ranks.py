@@ -90,7 +90,10 @@ class Pool:
                 try:
                     results[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
-                    results[rank] = (False, f"rank {rank} died")
+                    process = workers[rank][0]
+                    process.join(self.patience)
+                    where = _told(_place(store, rank))
+                    results[rank] = (False, f"rank {rank} died with exit code {process.exitcode}\n{where}")
         failures = {rank: value for rank, (good, value) in results.items() if not good and rank != expect_death}
         if failures or expect_death is not None:
             self.close()  # a failed group may be in any state: start afresh
@@ -140,6 +143,7 @@ def _serve(connection: Connection, path: list[str]) -> None:
         except EOFError:
             return
         place = open(_place(store, rank), "w")  # noqa: SIM115 - closed below, when nothing writes to it any more
+        faulthandler.enable(place)
         faulthandler.dump_traceback_later(tells, file=place)
         try:
             if filename not in modules:
@@ -167,5 +171,6 @@ def _serve(connection: Connection, path: list[str]) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
             place.close()
         connection.send_bytes(pickle.dumps(answer))

@@ -64,8 +64,9 @@ def test_in_forward_the_exception_has_a_note() -> None:
     model, optimizer = wide()
     model(inputs(16)).float().sum().backward()
     optimizer.step()
+    many = inputs(1 << 14)
     with no_more_than(64 << 20), pytest.raises(torch.OutOfMemoryError) as caught:
-        model(inputs(1 << 14))
+        model(many)
     (told,) = caught.value.__notes__
     assert "what held the memory of rank 0, in stage 0" in told
     assert "all else that torch had allocated" in told
