@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,32 @@ def test_a_write_that_fails_behind_the_writer_fails_the_save(tmp_path: Path, mon
         zeroshard.save(tmp_path / "saved", *small())
     assert told.is_set()
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(("code", "fatal"), [(errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)])
+def test_a_folder_whose_names_cannot_be_made_durable_fails_the_save_unless_its_file_system_has_no_such_thing(
+    code: int, fatal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    zeroshard.save(tmp_path / "saved", model, optimizer, extra="before")
+    folders, real = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return real(descriptor)
+        folders.append(descriptor)
+        if len(folders) > 1:  # the first is that of the empty folder, which would end the save before it begins
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if fatal:
+        with pytest.raises(CheckpointError, match=r"Input/output error, when its names were to be made durable.*saved"):
+            zeroshard.save(tmp_path / "saved", model, optimizer, extra="after")
+    else:
+        zeroshard.save(tmp_path / "saved", model, optimizer, extra="after")
+    assert len(folders) > 1
+    monkeypatch.undo()
+    assert zeroshard.load(tmp_path / "saved", model, optimizer) == ("before" if fatal else "after")
 
 
 def test_two_saves_to_one_path_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

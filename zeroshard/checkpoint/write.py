@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import threading
@@ -20,6 +21,8 @@ from .format import CHUNK, Entry, Part, data_file, header_of, part_file
 
 FLUSH_BYTES = 32 << 20
 """Bytes that are written before the disk is asked to begin."""
+NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
+"""How file systems say that a folder cannot be flushed, as some of the network do (EBADF: not if open for reading)."""
 
 
 class Held(NamedTuple):
@@ -163,7 +166,9 @@ def sync_folder(folder: Path) -> None:
     """Makes names in a folder as durable as the files: a rename is lost in a crash otherwise."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems cannot, and need not
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:  # above all EIO: then a name is lost that was thought safe
+            raise OSError(error.errno, f"{error.strerror}, when its names were to be made durable", str(folder)) from error
     finally:
         os.close(descriptor)
