@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from tests.ranks import Pool
 from tests.training import adamw
 from zeroshard import machine
 from zeroshard.checkpoint import export as exporting
+from zeroshard.checkpoint import shards
 from zeroshard.checkpoint.lora import Adapter, adapter_tensors
 from zeroshard.cli.main import main
 
@@ -165,25 +169,85 @@ def test_an_adapter_is_found_by_its_own_place_in_names_whatever_it_is_called(ada
     assert found == [f"{base}.lora_A.weight", f"{base}.lora_embedding_A", "base_model.model.head.weight"]
 
 
-def test_a_folder_never_gets_a_second_model_and_a_file_is_whole_or_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = torch.nn.Linear(4, 4)
+def saved_model(folder: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model, optimizer = zeroshard.shard(model, adamw(list(model.parameters())))
+    zeroshard.save(folder, model, optimizer)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_a_folder_never_gets_a_second_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, out = tmp_path / "saved", tmp_path / "out"
-    zeroshard.save(saved, model, optimizer)
-
-    def cut_short(_: object) -> Any:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(exporting, "bytes_of", cut_short)
-        with pytest.raises(OSError, match="No space left"):
-            exporting.export(saved, out)
-    assert not list(out.glob("*.safetensors"))
+    saved_model(saved)
     assert main(["export", str(saved), str(out)]) == 0
     before = (out / "model.safetensors").read_bytes()
     assert main(["export", str(saved), str(out), "--shard-size", "0.00000002"]) == 1
     assert "out has a model already (model.safetensors); export to another folder" in capsys.readouterr().err
-    assert sorted(entry.name for entry in out.iterdir()) == ["model.safetensors"]
+    assert names_in(out) == ["model.safetensors"]
     assert (out / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("moment", ["first tensor", "last tensor", "flush", "rename", "index"])
+def test_an_export_to_a_full_disk_leaves_nothing_and_says_what_to_do(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, out, config = tmp_path / "saved", tmp_path / "out", tmp_path / "given.json"
+    saved_model(saved)
+    config.write_text("{}")
+    out.mkdir()
+    (out / "notes.txt").write_text("precious")
+    (out / "config.json").write_text("theirs")
+    left = [".model-00001-of-00009.safetensors.tmp", ".model.safetensors.index.json.tmp"]  # of one that was killed
+    for name in left:
+        (out / name).touch()
+    calls: list[object] = []
+
+    def full_at(count: int, real: Any) -> Any:
+        def called(*arguments: Any, **options: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == count:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*arguments, **options)
+
+        return called
+
+    with monkeypatch.context() as patch:
+        if moment in ("first tensor", "last tensor"):
+            patch.setattr(shards, "bytes_of", full_at(1 if moment == "first tensor" else 4, shards.bytes_of))
+        elif moment == "index":  # configuration, four files, index
+            patch.setattr(Path, "write_bytes", full_at(6, Path.write_bytes))
+        else:
+            name = {"flush": "fsync", "rename": "replace"}[moment]
+            patch.setattr(os, name, full_at(3, getattr(os, name)))
+        command = ["export", str(saved), str(out), "--shard-size", "0.00000002", "--config", str(config)]
+        assert main(command) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"out was not written: .*No space left on device; .* GB are free there now; make room", error), (
+        error
+    )
+    assert names_in(out) == ["config.json", "notes.txt"]
+    assert (out / "config.json").read_text() == ("{}" if moment == "rename" else "theirs")
+    assert main(command) == 0
+    assert len(list(out.glob("model-*-of-00004.safetensors"))) == 4
+    assert len(names_in(out)) == 7
+
+
+def test_a_folder_that_an_export_made_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_model(tmp_path / "saved")
+
+    def interrupted(_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards, "bytes_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        exporting.export(tmp_path / "saved", tmp_path / "out")
+    assert names_in(tmp_path) == ["saved"]
+
+
+def test_a_configuration_that_is_not_there_is_missed_before_anything_is_written(tmp_path: Path) -> None:
+    saved_model(tmp_path / "saved")
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(tmp_path / "none")]) == 1
+    assert not (tmp_path / "out").exists()

@@ -130,9 +130,11 @@ def test_a_folder_whose_names_cannot_be_made_durable_fails_the_save_unless_its_f
     folders, real = [], os.fsync
 
     def fsync(descriptor: int) -> None:
-        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            return real(descriptor)
-        folders.append(descriptor)
+        real(descriptor)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            folders.append(descriptor)
+        else:
+            return
         if len(folders) > 1:  # the first is that of the empty folder, which would end the save before it begins
             raise OSError(code, os.strerror(code))
 

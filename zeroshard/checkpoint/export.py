@@ -5,11 +5,9 @@ Tensor by tensor, in one process, without the model's code or its memory: no mor
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,28 +17,18 @@ from torch import Tensor
 from ..offload.states import round_to
 from .boxes import Region, whole_box
 from .folder import candidates
-from .format import BUFFER, SAFETENSORS, VALUE, CheckpointError, Index, read_index
-from .lora import Adapter, adapter_tensors, merged_tensors
+from .format import BUFFER, VALUE, CheckpointError, Index, read_index
+from .lora import Adapter, Found, adapter_tensors, merged_tensors
 from .read import Reader
+from .shards import SHARD_BYTES, WEIGHTS, Output, Shards, Whole, as_json
 from .values import DTYPES, decode
-from .write import bytes_of, write_json
-
-SHARD_BYTES = 5_000_000_000
-WEIGHTS = re.compile(r"(adapter_)?(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-"""Names under which a model's or an adapter's weights are looked for."""
 
 
-class Tensors(NamedTuple):
+class Made(NamedTuple):
     """A tensor to be written, made when its turn comes."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    whole: Whole
     make: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Source:
@@ -115,6 +103,9 @@ def export(
         merge: write the base with its LoRA adapters added in.
         shard_bytes: the largest file, unless one tensor is larger.
         config: a configuration file to copy, in place of the one that the checkpoint has.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the folder not be written; then nothing is left there.
     """
     source = Source(path, dtype)
     adapters: dict[str, Any] = source.about.get("adapters") or {}
@@ -125,24 +116,37 @@ def export(
             f"{source.folder} holds adapters ({', '.join(adapters)}) on a base model; export with --merge, or with "
             "--adapter-only"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    given = None if config is None else config.read_bytes()
     _check_out(out)
+    found: Iterable[Found]
     if adapter is not None:
-        return _export_adapter(source, Adapter.of(adapters, adapter), out)
-    if merge:
+        alone = Adapter.of(adapters, adapter)
+        found = adapter_tensors(source, alone)
+        configs = {"adapter_config.json": as_json({**alone.config, "inference_mode": True})}
+    elif merge:
         tied = bool((source.about.get("config") or {}).get("tie_word_embeddings"))
         found = merged_tensors(source, [Adapter.of(adapters, name) for name in adapters], tied)
-        tensors = [Tensors(*entry) for entry in found]
     else:
-        tensors = [
-            Tensors(name, source.shape(name), source.dtype(name), _reading(source, name)) for name in source.names
-        ]
-    return [*_write_shards(out, tensors, shard_bytes), *_write_configs(source, out, tensors, config)]
+        found = [(name, source.shape(name), source.dtype(name), _reading(source, name)) for name in source.names]
+    tensors = [Made(Whole(name, shape, of), make) for name, shape, of, make in found]
+    if adapter is None:
+        configs = _configs(source, tensors, given)
+    with Output(out) as output:
+        for name, text in configs.items():
+            output.new(name, text)
+        if adapter is not None:  # PEFT knows no index
+            shards = Shards(output, [tensor.whole for tensor in tensors], sys.maxsize, "adapter_model")
+        else:
+            shards = Shards(output, [tensor.whole for tensor in tensors], shard_bytes)
+        for tensor in tensors:
+            shards.write(tensor.whole.name, tensor.make())
+        shards.finish()
+    return output.files
 
 
 def _check_out(out: Path) -> None:
     """Of two models in a folder, whoever loads it takes one: an older one must go first, and not by our hand."""
-    for file in sorted(out.iterdir()):
+    for file in sorted(out.iterdir()) if out.exists() else ():
         if WEIGHTS.fullmatch(file.name):
             raise CheckpointError(
                 f"{out} has a model already ({file.name}); export to another folder, or remove that one"
@@ -153,79 +157,18 @@ def _reading(source: Source, name: str) -> Callable[[], Tensor]:
     return lambda: source.read(name)
 
 
-def _export_adapter(source: Source, adapter: Adapter, out: Path) -> list[Path]:
-    tensors = [Tensors(*entry) for entry in adapter_tensors(source, adapter)]
-    _write_file(out / "adapter_model.safetensors", tensors)
-    write_json(out / "adapter_config.json", _json({**adapter.config, "inference_mode": True}))
-    return [out / "adapter_model.safetensors", out / "adapter_config.json"]
-
-
-def _write_shards(out: Path, tensors: Sequence[Tensors], shard_bytes: int) -> list[Path]:
-    groups: list[list[Tensors]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    if len(groups) == 1:
-        _write_file(out / "model.safetensors", groups[0])
-        return [out / "model.safetensors"]
-    files = [out / f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
-    for file, group in zip(files, groups, strict=True):
-        _write_file(file, group)
-    places = {tensor.name: file.name for file, group in zip(files, groups, strict=True) for tensor in group}
-    index = out / "model.safetensors.index.json"
-    total = sum(tensor.nbytes for tensor in tensors)
-    write_json(index, _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}))
-    return [*files, index]
-
-
-def _write_file(file: Path, tensors: Sequence[Tensors]) -> None:
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.nbytes
-        table[tensor.name] = {
-            "dtype": SAFETENSORS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    temporary = file.with_name(f".{file.name}.tmp")  # whole or not at all: a disk may be full, a process killed
-    with open(temporary, "wb") as opened:
-        opened.write(len(header).to_bytes(8, "little") + header)
-        for tensor in tensors:
-            made = tensor.make().contiguous()
-            assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), tensor.name
-            opened.write(bytes_of(made))
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(temporary, file)
-
-
-def _write_configs(source: Source, out: Path, tensors: Sequence[Tensors], given: Path | None) -> list[Path]:
+def _configs(source: Source, tensors: Sequence[Made], given: bytes | None) -> dict[str, bytes]:
+    """What is to be written beside the weights, by name."""
     if given is not None:
-        (out / "config.json").write_bytes(given.read_bytes())
-        return [out / "config.json"]
+        return {"config.json": given}
     config = source.about.get("config")
     if config is None:
-        return []
+        return {}
     if "model_type" in config:  # one of transformers'
-        dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+        dtypes = {tensor.whole.dtype for tensor in tensors if tensor.whole.dtype.is_floating_point}
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         config = {**config, "architectures": [source.about["class"]], "dtype": str(widest).removeprefix("torch.")}
-    files = [out / "config.json"]
-    write_json(files[0], _json(config))
+    files = {"config.json": as_json(config)}
     if source.about.get("generation_config") is not None:
-        files.append(out / "generation_config.json")
-        write_json(files[1], _json(source.about["generation_config"]))
+        files["generation_config.json"] = as_json(source.about["generation_config"])
     return files
-
-
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()

@@ -169,6 +169,8 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in NO_FOLDER_SYNC:  # above all EIO: then a name is lost that was thought safe
-            raise OSError(error.errno, f"{error.strerror}, when its names were to be made durable", str(folder)) from error
+            raise OSError(
+                error.errno, f"{error.strerror}, when its names were to be made durable", str(folder)
+            ) from error
     finally:
         os.close(descriptor)

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from zeroshard.checkpoint.export import SHARD_BYTES, export
+from zeroshard.checkpoint.export import export
 from zeroshard.checkpoint.format import CheckpointError
+from zeroshard.checkpoint.shards import SHARD_BYTES
 from zeroshard.config import DTYPES
 
 DESCRIPTION = """\
