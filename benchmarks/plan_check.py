@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from zeroshard import compat
-from zeroshard.config import Offload
+from zeroshard.offload.options import Offload
 from zeroshard.plan import calibrate
 from zeroshard.plan.choice import Row, Variant, recommend
 from zeroshard.plan.dryrun import dry_run

@@ -58,7 +58,9 @@ LAYERS = [
     {"offload.segment", "offload.cores", "offload.native.build"},
     {"activations.arena", "observe.trace"},
     {"parallel"},
-    {"bounds", "layout", "config", "compat", "machine"},
+    {"config", "table"},
+    {"offload.options"},
+    {"bounds", "checks", "layout", "compat", "machine"},
 ]
 """Upper layers import lower ones, never the other way round, and nothing imports its equals."""
 

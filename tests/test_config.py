@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from zeroshard import Config, LossScale, Precision
-from zeroshard.config import Extent, Place, problems, state_table
+from zeroshard.config import problems
+from zeroshard.table import Extent, Place, state_table
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -231,6 +232,21 @@ def test_an_option_without_effect_is_reported_beside_a_bad_value() -> None:
     found = problems({"stage": 1, "prefetch": 2, "clip_grad_norm": -1}, "shard")
     assert any("prefetch" in text and "no effect" in text for text in found)
     assert any(text.startswith("shard.clip_grad_norm:") for text in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_nonfinite": "skip", "offload": {"update_in_backward": True}},
+        {"stage": 2, "precision": {"parameters": "bf16", "cast_on_gather": True}},
+        {"init": "empty", "weights": "folder"},
+    ],
+)
+def test_good_options_that_exclude_each_other_are_a_problem(options: dict[str, Any]) -> None:
+    (found,) = problems(options, "shard")
+    with pytest.raises(ValueError, match="leave") as caught:
+        Config.parse(options)
+    assert found == f"shard: {caught.value}"
 
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=lambda value: repr(value)[:24])

@@ -6,10 +6,11 @@ from .checkpoint.format import CheckpointError
 from .checkpoint.load import load
 from .checkpoint.save import save
 from .comm import DisagreementError, StallError, Traffic
-from .config import Activations, Config, LossScale, Offload, Precision
+from .config import Activations, Config, LossScale, Precision
 from .nonfinite import NonFiniteError
 from .observe.ledger import Memory, Stats
 from .observe.trace import Trace, trace
+from .offload.options import Offload
 from .offload.worker import OffloadError
 from .optimizer import ShardedOptimizer
 

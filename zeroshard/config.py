@@ -1,16 +1,11 @@
-"""What a user may ask for: frozen, validated dataclasses, and the table of extents and places behind them.
-
-The table is the whole idea of ZeRO (DESIGN: "One idea"). The runtime consults it; nothing else depends on the stage.
-"""
+"""What a user may ask for: frozen, validated dataclasses (that of offloading is in ``offload/options.py``)."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,69 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from .checks import DTYPES, dtype_named, nearest, require_count, require_flag, require_positive, sequence
+from .offload.options import Offload
+
 STAGES = (0, 1, 2, 3, "auto")
 STAGE_3_ONLY = ("keep", "prefetch")
 OFFLOAD_DEPENDS_ON = ("stage", "precision", "clip_grad_norm")
 EMPTY: Literal["empty"] = "empty"
 AUTO: Literal["auto"] = "auto"
 LONGEST_STALL = 365.0 * 24 * 3600
-
-
-class Extent(Enum):
-    """How much of a model state a rank keeps at rest."""
-
-    WHOLE = "whole"
-    SHARD = "shard"
-
-
-class Place(Enum):
-    """Where a model state lives."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-@dataclass(frozen=True)
-class AtRest:
-    """One row of the table: what a model state is between two uses, and where."""
-
-    extent: Extent
-    place: Place = Place.DEVICE
-
-
-@dataclass(frozen=True)
-class StateTable:
-    """The configuration of ZeRO: three model states, two answers each."""
-
-    optimizer: AtRest
-    gradients: AtRest
-    parameters: AtRest
-
-
-def state_table(stage: int, world: int, offload: Offload | None = None) -> StateTable:
-    """The row of extents that a stage stands for, and the row of places of an offload.
-
-    A world of one has nothing to divide: every shard is the whole. But parameters that rest on the host come and go
-    there too.
-
-    >>> state_table(2, world=4).gradients.extent
-    <Extent.SHARD: 'shard'>
-    >>> state_table(2, world=4, offload=Offload()).optimizer.place
-    <Place.HOST: 'host'>
-    """
-    states = Place.DEVICE if offload is None else Place.HOST
-    parameters = Place.HOST if offload is not None and offload.parameters == "cpu" else Place.DEVICE
-
-    def at_rest(from_stage: int, place: Place, comes_and_goes: bool = False) -> AtRest:
-        divided = stage >= from_stage and (world > 1 or comes_and_goes)
-        return AtRest(Extent.SHARD if divided else Extent.WHOLE, place)
-
-    return StateTable(
-        optimizer=at_rest(1, states),
-        gradients=at_rest(2, states),
-        parameters=at_rest(3, parameters, comes_and_goes=parameters is Place.HOST),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +39,10 @@ class LossScale:
 
     def __post_init__(self) -> None:
         for name in ("initial", "factor", "minimum"):
-            _require_positive(f"loss_scale.{name}", getattr(self, name))
+            require_positive(f"loss_scale.{name}", getattr(self, name))
         if self.factor <= 1:
             raise ValueError(f"loss_scale.factor={self.factor} must be above 1")
-        _require_count("loss_scale.growth_interval", self.growth_interval, least=1)
+        require_count("loss_scale.growth_interval", self.growth_interval, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +77,8 @@ class Precision:
                 raise ValueError(
                     f"precision.{name}={dtype!r} must be a torch.dtype of at least 16 bits, or a name of it"
                 )
-        _require_flag("precision.cast_inputs", self.cast_inputs)
-        _require_flag("precision.cast_on_gather", self.cast_on_gather)
+        require_flag("precision.cast_inputs", self.cast_inputs)
+        require_flag("precision.cast_on_gather", self.cast_on_gather)
         if self.cast_on_gather and not self.keeps_master:
             raise ValueError(
                 f"precision.cast_on_gather has no effect with precision.parameters={self.parameters}: there is no "
@@ -170,7 +111,7 @@ class Precision:
         if isinstance(value, torch.dtype):
             return cls(parameters=value)
         if isinstance(value, str):
-            return cls(parameters=_dtype("precision", value))
+            return cls(parameters=dtype_named("precision", value))
         if isinstance(value, Mapping):
             return cls._from_table(value)
         raise ValueError(f"precision={value!r} must be one of {', '.join(DTYPES)}, or a zeroshard.Precision")
@@ -185,154 +126,10 @@ class Precision:
         values: dict[str, Any] = dict(table)
         for name, value in table.items():
             if isinstance(value, str):
-                values[name] = _dtype(f"precision.{name}", value)
+                values[name] = dtype_named(f"precision.{name}", value)
             elif isinstance(value, Mapping):
                 values[name] = LossScale(**value)
         return cls(**values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """Optimizer states and gradients live in host memory, and the host updates them (ZeRO-Offload).
-
-    ``offload="cpu"`` stands for ``Offload()``. Results are those of a step that waits for the host, whatever overlaps.
-    """
-
-    parameters: Literal["device", "cpu"] = "device"
-    """Stage 3: "cpu" keeps the parameters' shards in host memory too; units come to the device as they are needed."""
-    update_in_backward: bool = False
-    """Update a unit as soon as its gradient has landed, while backward goes on.
-
-    Saves the host's buffer of gradients (2 bytes a parameter) and time. There is no global norm yet at that moment, so
-    it excludes clipping, loss scaling and accumulation: one backward a step.
-    """
-    delayed_update_after: int | None = None
-    """After this many steps, run each step on parameters that are one update older, while the host makes the newest.
-
-    The paper's delayed parameter update; it used 40. None never delays.
-    """
-    host_fraction: float | Literal["auto"] = 1.0
-    """Share of the parameters whose states live on the host; those that forward needs first stay on the device.
-
-    "auto" leaves as many on the device as ``device_memory`` has room for.
-    """
-    device_memory: int | None = None
-    """With ``host_fraction="auto"``: bytes of the device's memory for model states. By default 60% of what is free."""
-    moments: torch.dtype = torch.float32
-    """Of the optimizer's moments. bf16 takes 4 bytes a parameter instead of 8, rounded stochastically."""
-    split_master: bool = False
-    """Keep the fp32 master as the bf16 parameter and a 16-bit remainder: the same bits, with less traffic in memory.
-
-    Saves 2 bytes a parameter where the parameter is kept anyway: delayed, with ``parameters="cpu"``, or ``read_back``.
-    """
-    read_back: bool = False
-    """With ``split_master``: read the parameter back from the device for the update instead of keeping it on the host.
-
-    Saves 2 bytes a parameter of host memory for 2 more over PCIe, 6 in all.
-    """
-    threads: int | None = None
-    """Threads that update. By default the cores this rank may use, divided by the ranks on this machine; one less
-    where a GPU is to be driven."""
-    host_memory: int | None = None
-    """Bytes of host memory that this rank may use. By default what is available, divided by the ranks here."""
-    seed: int = 0
-    """Of the stochastic rounding of bf16 moments."""
-    blocking: bool = False
-    """``step()`` waits for the host. The results are the same; for timing and debugging."""
-
-    def __post_init__(self) -> None:
-        if self.parameters not in ("device", "cpu"):
-            raise ValueError(f'offload.parameters={self.parameters!r} must be "device" or "cpu"')
-        for name in ("update_in_backward", "split_master", "read_back", "blocking"):
-            _require_flag(f"offload.{name}", getattr(self, name))
-        for name, least in (("delayed_update_after", 0), ("device_memory", 1), ("threads", 1), ("host_memory", 1)):
-            if getattr(self, name) is not None:
-                _require_count(f"offload.{name}", getattr(self, name), least)
-        _require_count("offload.seed", self.seed, least=0)
-        fraction = self.host_fraction
-        if fraction != "auto" and (
-            isinstance(fraction, bool | str) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1
-        ):
-            raise ValueError(f'offload.host_fraction={fraction!r} must be a number from 0 to 1, or "auto"')
-        if fraction == 0:
-            for entry in fields(self):
-                if entry.name != "host_fraction" and getattr(self, entry.name) != entry.default:
-                    raise ValueError(
-                        f"offload.{entry.name} has no effect with host_fraction=0, which leaves all states on the "
-                        "device; leave it out, or raise host_fraction"
-                    )
-        if self.device_memory is not None and fraction != "auto":
-            raise ValueError('offload.device_memory has no effect without host_fraction="auto"; leave it out')
-        if self.moments not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"offload.moments={self.moments!r} must be torch.float32 or torch.bfloat16")
-        if self.read_back and not self.split_master:
-            raise ValueError(
-                "offload.read_back needs split_master=True: only the high half of a split master is on the device"
-            )
-        if self.read_back and self.parameters == "cpu":
-            raise ValueError('offload.read_back has nothing to read back with parameters="cpu"; leave it out')
-        if self.parameters == "cpu" and fraction != 1:
-            raise ValueError(
-                f"offload.host_fraction={fraction!r} keeps states on the device whose parameters rest on the host with "
-                'parameters="cpu"; leave one out'
-            )
-        if self.delayed_update_after is not None and fraction != 1:
-            raise ValueError(
-                f"offload.delayed_update_after delays what the host updates alone; with host_fraction={fraction!r} the "
-                "rest would run ahead; leave one out"
-            )
-        if self.read_back and self.delayed_update_after is not None:
-            raise ValueError(
-                "offload.read_back would read parameters that a delayed update has not reached; leave one out"
-            )
-        if self.update_in_backward and self.delayed_update_after is not None:
-            raise ValueError(
-                "offload.update_in_backward and delayed_update_after exclude each other; leave one out (with clipping "
-                "or accumulation: update_in_backward)"
-            )
-
-    @classmethod
-    def parse(cls, value: object) -> Self | None:
-        if value is None or isinstance(value, cls):
-            return value
-        if value == "cpu":
-            return cls()
-        if isinstance(value, Mapping):
-            known = [entry.name for entry in fields(cls)]
-            for name in value:
-                if name not in known:
-                    raise ValueError(f"offload.{name} is unknown{nearest(name, known)}; known: {', '.join(known)}")
-            moments = value.get("moments", torch.float32)
-            dtype = _dtype("offload.moments", moments) if isinstance(moments, str) else moments
-            return cls(**{**value, "moments": dtype})
-        raise ValueError(f'offload={value!r} must be "cpu", "auto", a zeroshard.Offload, or None')
-
-    def check_against(self, precision: Precision, stage: int | Literal["auto"], clip_grad_norm: float | None) -> None:
-        """Refuses what the other options leave without effect or sense."""
-        if self.parameters == "cpu" and stage != 3:
-            raise ValueError(_without_effect("offload.parameters", "cpu", stage))
-        if self.split_master and precision.parameters is not torch.bfloat16:
-            raise ValueError(
-                f"offload.split_master needs precision='bf16', not {precision.parameters}: only the upper half of an "
-                "fp32 number is a bf16 one"
-            )
-        if precision.accumulate is not torch.float32:
-            raise ValueError(
-                f"precision.accumulate={precision.accumulate} has no effect with offload=, where micro-batches add up "
-                "in fp32; leave it out"
-            )
-        if precision.cast_on_gather:
-            raise ValueError("precision.cast_on_gather casts from a master on the device; leave it out with offload=")
-        if self.update_in_backward:
-            for name, given in (
-                ("clip_grad_norm", clip_grad_norm is not None),
-                ("loss scaling (fp16)", precision.loss_scale is not None),
-            ):
-                if given:
-                    raise ValueError(
-                        f"offload.update_in_backward updates before all gradients are known, so it excludes {name}; "
-                        "leave one of them out"
-                    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,8 +150,8 @@ class Activations:
 
     def __post_init__(self) -> None:
         for name in ("checkpoint", "partition", "offload"):
-            _require_flag(f"activations.{name}", getattr(self, name))
-        _require_count("activations.prefetch", self.prefetch, least=0)
+            require_flag(f"activations.{name}", getattr(self, name))
+        require_count("activations.prefetch", self.prefetch, least=0)
         if not (self.checkpoint or self.partition or self.offload):
             raise ValueError("activations has no effect with checkpoint, partition and offload all off; leave it out")
         if self.prefetch != 1 and not (self.partition or self.offload):
@@ -450,14 +247,15 @@ class Config:
         if not isinstance(self.precision, Precision):
             object.__setattr__(self, "precision", Precision.parse(self.precision))
         if self.clip_grad_norm is not None and self.clip_grad_norm != math.inf:
-            _require_positive("clip_grad_norm", self.clip_grad_norm)
+            require_positive("clip_grad_norm", self.clip_grad_norm)
         object.__setattr__(self, "chooses_offload", isinstance(self.offload, str) and self.offload == AUTO)
         if self.chooses_offload:
             object.__setattr__(self, "offload", None)
         if self.offload is not None:
             object.__setattr__(self, "offload", Offload.parse(self.offload))
             assert self.offload is not None
-            self.offload.check_against(self.precision, self.stage, self.clip_grad_norm)
+            for conflict in _conflicts_of(self.offload, self.precision, self.stage, self.clip_grad_norm):
+                raise ValueError(conflict)
         if self.on_nonfinite not in (None, "skip", "stop", "raise"):
             raise ValueError(f'on_nonfinite={self.on_nonfinite!r} must be "skip", "stop", "raise" or None')
         if self.on_nonfinite is not None and self.offload is not None and self.offload.update_in_backward:
@@ -467,18 +265,18 @@ class Config:
             )
         if self.activations is not None:
             object.__setattr__(self, "activations", Activations.parse(self.activations))
-        _require_flag("arena", self.arena)
-        _require_positive("stall_timeout", self.stall_timeout)
+        require_flag("arena", self.arena)
+        require_positive("stall_timeout", self.stall_timeout)
         if self.stall_timeout > LONGEST_STALL:
             raise ValueError(f"stall_timeout={self.stall_timeout!r} must be at most {LONGEST_STALL:g} seconds, a year")
-        _require_count("max_unit_bytes", self.max_unit_bytes, least=1)
+        require_count("max_unit_bytes", self.max_unit_bytes, least=1)
         if self.units is not None:
-            object.__setattr__(self, "units", _sequence("units", self.units, (str, type)))
+            object.__setattr__(self, "units", sequence("units", self.units, (str, type)))
         if self.keep is not None:
-            object.__setattr__(self, "keep", _sequence("keep", self.keep, (str,)))
+            object.__setattr__(self, "keep", sequence("keep", self.keep, (str,)))
         if self.prefetch is not None:
-            _require_count("prefetch", self.prefetch, least=0)
-        _require_flag("elementwise", self.elementwise)
+            require_count("prefetch", self.prefetch, least=0)
+        require_flag("elementwise", self.elementwise)
         if self.example is not None and not isinstance(self.example, torch.Tensor | Sequence | Mapping):
             raise ValueError(
                 f"example={self.example!r} must be what forward takes: a tensor, a tuple of them, or a dict by name"
@@ -527,7 +325,9 @@ def problems(options: Mapping[str, object], path: str) -> list[str]:
     base: Any = Config()
     stage = options.get("stage", base.stage)
     for name, value in options.items():
-        if name in known:
+        if name == "offload" and isinstance(value, Mapping):
+            found += [f"{path}.offload: {mistake}" for mistake in _mistakes_of_offload(value, options)]
+        elif name in known:
             try:
                 # What an offload may ask for depends on these; what is wrong with them is said of them.
                 others = {n: options[n] for n in OFFLOAD_DEPENDS_ON if n in options and name == "offload"}
@@ -537,6 +337,11 @@ def problems(options: Mapping[str, object], path: str) -> list[str]:
             else:
                 if name in STAGE_3_ONLY and value is not None and stage in (0, 1, 2, "auto"):
                     found.append(f"{path}.{name}: {_without_effect(name, value, stage)}")
+    if not found:  # each by itself; together they may still not go
+        try:
+            Config.parse(options)
+        except (ValueError, TypeError, RuntimeError) as error:
+            found.append(f"{path}: {error}")
     return found
 
 
@@ -551,6 +356,44 @@ def _valid(base: Any, options: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
+def _mistakes_of_offload(table: Mapping[str, Any], options: Mapping[str, object]) -> list[str]:
+    """All of them, those against other options included as far as these are good."""
+    base: Any = Config()
+    others = replace(base, **_valid(base, {n: options[n] for n in OFFLOAD_DEPENDS_ON if n in options}))
+    offload, mistakes = Offload.examine(table)
+    return [*mistakes, *_conflicts_of(offload, others.precision, others.stage, others.clip_grad_norm)]
+
+
+def _conflicts_of(
+    offload: Offload, precision: Precision, stage: int | Literal["auto"], clip_grad_norm: float | None
+) -> Iterator[str]:
+    """What the other options leave of an offload without effect or sense."""
+    if offload.parameters == "cpu" and stage != 3:
+        yield _without_effect("offload.parameters", "cpu", stage)
+    if offload.split_master and precision.parameters is not torch.bfloat16:
+        yield (
+            f"offload.split_master needs precision='bf16', not {precision.parameters}: only the upper half of an "
+            "fp32 number is a bf16 one"
+        )
+    if precision.accumulate is not torch.float32:
+        yield (
+            f"precision.accumulate={precision.accumulate} has no effect with offload=, where micro-batches add up "
+            "in fp32; leave it out"
+        )
+    if precision.cast_on_gather:
+        yield "precision.cast_on_gather casts from a master on the device; leave it out with offload="
+    if offload.update_in_backward:
+        for name, given in (
+            ("clip_grad_norm", clip_grad_norm is not None),
+            ("loss scaling (fp16)", precision.loss_scale is not None),
+        ):
+            if given:
+                yield (
+                    f"offload.update_in_backward updates before all gradients are known, so it excludes {name}; "
+                    "leave one of them out"
+                )
+
+
 def _without_effect(name: str, value: object, stage: object) -> str:
     if stage == "auto":
         return f"{name}={value!r} has an effect in stage 3 alone, and stage is 'auto'; leave it out or use stage=3"
@@ -558,38 +401,3 @@ def _without_effect(name: str, value: object, stage: object) -> str:
         f"{name}={value!r} has no effect in stage {stage}, where parameters are whole at rest; "
         "leave it out or use stage=3"
     )
-
-
-def _dtype(name: str, value: str) -> torch.dtype:
-    if value not in DTYPES:
-        raise ValueError(f"{name}={value!r} is unknown{nearest(value, DTYPES)}; known: {', '.join(DTYPES)}")
-    return DTYPES[value]
-
-
-def nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
-    """What a misspelt name may have meant, to be put behind it in a message; empty if nothing comes close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _require_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a positive number")
-
-
-def _require_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number, at least {least}")
-
-
-def _require_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def _sequence(name: str, value: object, kinds: tuple[type, ...]) -> tuple[Any, ...]:
-    if isinstance(value, kinds):
-        value = (value,)
-    if not isinstance(value, Sequence) or not all(isinstance(entry, kinds) for entry in value):
-        raise ValueError(f"{name}={value!r} must be a list of {' or '.join(kind.__name__ for kind in kinds)}")
-    return tuple(value)

@@ -24,10 +24,11 @@ from . import compat, parallel
 from .activations.arena import DeviceArena, Slot
 from .bounds import DEPOSIT_BYTES
 from .comm import Done, Fabric, Pending
-from .config import Extent, Precision, StateTable
+from .config import Precision
 from .layout import FlatLayout, Range
 from .offload.shard import HostShard
 from .placeholder import Placeholders
+from .table import Extent, StateTable
 
 
 @dataclass

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .comm import DisagreementError
-from .config import Offload
 from .offload.kernel import Rule
+from .offload.options import Offload
 from .offload.pipeline import Factor, Pipeline
 from .offload.rules import moment_names, rule_of
 from .offload.shard import HostShard

@@ -15,7 +15,7 @@ from .activations.checkpoint import Checkpoints
 from .activations.kept import Stores
 from .buffers import Buffers
 from .comm import Fabric, Traffic
-from .config import Config, state_table
+from .config import Config
 from .hook import NotCopyable
 from .layout import find_units
 from .materialise import adopt_values
@@ -27,6 +27,7 @@ from .placeholder import Placeholders
 from .precision import LossScaler
 from .reducer import Reducer
 from .schedule import Schedule
+from .table import state_table
 from .unit import Turns, Unit
 
 _ATTRIBUTE = "_zeroshard_runtime"

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from . import compat, parallel
 from .comm import Fabric, Pending
-from .config import Extent, Precision, StateTable
+from .config import Precision
 from .gradient import FlatGradient
 from .layout import FlatLayout, Range, UnitSpec, divide_into_flats, flat_layout
 from .offload.pipeline import Publication
 from .offload.shard import HostShard
 from .offload.states import round_to
 from .placeholder import Placeholders
+from .table import Extent, StateTable
 
 
 class Presence(Enum):

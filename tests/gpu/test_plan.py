@@ -11,7 +11,7 @@ import torch
 
 import zeroshard
 from tests.gpu.test_one_process import fake_world
-from zeroshard.config import Offload
+from zeroshard.offload.options import Offload
 from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup

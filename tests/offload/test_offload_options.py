@@ -191,6 +191,39 @@ def test_a_configuration_files_mistakes_are_found_with_their_key() -> None:
     assert problems({"offload": {"host_fraction": 2}}, "shard")[0].startswith("shard.offload: offload.host_fraction=2")
 
 
+def test_all_mistakes_of_an_offload_table_are_found_at_once() -> None:
+    table = {
+        "threds": 1,
+        "threads": 0,
+        "moments": "fp8",
+        "parameters": "cpu",
+        "read_back": True,
+        "update_in_backward": True,
+        "delayed_update_after": 40,
+    }
+    found = problems({"stage": 2, "clip_grad_norm": 1.0, "offload": table}, "shard")
+    assert all(text.startswith("shard.offload: ") for text in found)
+    for part in (
+        "offload.threds is unknown (did you mean 'threads'?)",
+        "offload.threads=0 must be",
+        "offload.moments='fp8' is unknown",
+        "read_back needs split_master",
+        "nothing to read back",
+        "read_back would read parameters that a delayed update has not reached",
+        "update_in_backward and delayed_update_after exclude each other",
+        "offload.parameters='cpu' has no effect in stage 2",
+        "excludes clip_grad_norm",
+    ):
+        assert sum(part in text for text in found) == 1, part
+    assert len(found) == 9
+
+
+def test_a_bad_value_of_an_offload_table_brings_no_mistakes_of_others_with_it() -> None:
+    found = problems({"offload": {"host_fraction": "half", "delayed_update_after": 1}}, "shard")
+    assert len(found) == 1
+    assert found[0].startswith("shard.offload: offload.host_fraction='half'")
+
+
 def test_ranks_that_got_different_options_are_told_apart_by_all_of_them() -> None:
     assert repr(Offload(seed=1)) != repr(Offload(seed=2))
 

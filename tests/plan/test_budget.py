@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zeroshard.config import Offload
+from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import paper_activations, transformer_activations
 from zeroshard.plan.budget import Phase, budget
 from zeroshard.plan.memory import StateBytes

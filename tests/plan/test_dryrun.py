@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.cli.main import main
-from zeroshard.config import Offload
+from zeroshard.offload.options import Offload
 from zeroshard.plan.budget import budget
 from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.plan.models import from_config

@@ -14,7 +14,8 @@ import zeroshard
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from zeroshard import machine
-from zeroshard.config import Config, Offload
+from zeroshard.config import Config
+from zeroshard.offload.options import Offload
 from zeroshard.plan.foresee import Advice, Foresight, Room
 from zeroshard.plan.machine_profile import calibrated_file, load
 from zeroshard.train.gpt import GPT, ModelConfig

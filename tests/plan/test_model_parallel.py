@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeroshard import Activations, optimizer
 from zeroshard.bounds import UPDATE_ELEMENTS
 from zeroshard.cli.main import main
-from zeroshard.config import Offload
+from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import paper_activations
 from zeroshard.plan.budget import budget
 from zeroshard.plan.dryrun import DryRun, dry_run

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
-from zeroshard.config import Offload
+from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import Activations
 from zeroshard.plan.budget import WORKSPACE, Traced, budget
 from zeroshard.plan.dryrun import dry_run

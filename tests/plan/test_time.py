@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.config import Offload
+from zeroshard.offload.options import Offload
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import Bottleneck, StepTime, ring, step_time

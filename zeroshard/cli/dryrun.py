@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from zeroshard.config import Config, state_table
+from zeroshard.config import Config
 from zeroshard.observe.ledger import Memory
 from zeroshard.plan.budget import WORKSPACE, Budget, DeviceMemory, budget
 from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
 from zeroshard.plan.volume import Volume, volume
+from zeroshard.table import state_table
 from zeroshard.train.gpt import GPT
 from zeroshard.train.job import DEFAULT_PRESET, OFFLOAD_TO_HOST, Job, load_job, parse_override
 from zeroshard.train.loop import parameter_groups

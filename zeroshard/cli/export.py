@@ -8,7 +8,7 @@ from pathlib import Path
 from zeroshard.checkpoint.export import export
 from zeroshard.checkpoint.format import CheckpointError
 from zeroshard.checkpoint.shards import SHARD_BYTES
-from zeroshard.config import DTYPES
+from zeroshard.checks import DTYPES
 
 DESCRIPTION = """\
 Write a checkpoint's model as safetensors that transformers and PEFT load: shards, index and

@@ -14,8 +14,9 @@ from typing import Any, Literal
 from rich.console import Console
 
 from zeroshard import machine
+from zeroshard.checks import DTYPES
 from zeroshard.comm import end_process_group, start_process_group
-from zeroshard.config import DTYPES, Activations
+from zeroshard.config import Activations
 from zeroshard.plan import as_json, calibrate, choice, paper_table, report
 from zeroshard.plan.choice import Row
 from zeroshard.plan.hardware import Hardware, find_hardware

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zeroshard.checkpoint.folder import candidates
-from zeroshard.config import AUTO, DTYPES
+from zeroshard.checks import DTYPES
+from zeroshard.config import AUTO
 from zeroshard.machine import ensure_bf16_matmul, usable_cores
 from zeroshard.train.checkpoints import AUTO as AUTO_RESUME
 from zeroshard.train.checkpoints import FOLDER, NEVER

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..comm import Traffic
-from ..config import Place
 from ..offload.pipeline import Pipeline
+from ..table import Place
 from ..unit import Unit
 
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from .. import compat, machine
-from ..config import Offload
 from ..observe import trace
 from .arena import Arena, aligned
 from .cores import share
 from .dry import DryPool, DryWorker
 from .kernel import Batch, Pool, Rule, run_together
+from .options import Offload
 from .ring import Ring
 from .states import HostBytes, HostStates
 from .worker import POLL_SECONDS, Worker

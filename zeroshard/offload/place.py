@@ -9,9 +9,10 @@ import torch
 
 from .. import compat, machine
 from ..comm import Fabric
-from ..config import Config, Offload
+from ..config import Config
 from ..layout import Slot
 from ..unit import Flat, Turns, Unit
+from .options import Offload
 from .pipeline import Pipeline
 from .placement import stay_on_device, stay_within
 from .rules import moment_names

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from ..bounds import DEPOSIT_BYTES, FIRST_ELEMENTS, IN_FLIGHT, UPDATE_ELEMENTS
-from ..config import Extent, state_table
 from ..offload.arena import aligned
 from ..offload.pipeline import HIGH_HALVES, LANDING, RING
 from ..offload.placement import stay_on_device, stay_within
 from ..offload.states import HostBytes, bytes_of, wanted
+from ..table import Extent, state_table
 from .activations import Activations, transformer_activations
 from .shape import Setup, Transformer, Work
 from .units import FlatShape, UnitShape, transformer_units

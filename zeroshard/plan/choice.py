@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ..config import Offload
+from ..offload.options import Offload
 from .budget import WORKSPACE, Budget, Model, budget
 from .hardware import Hardware
 from .models import Subject

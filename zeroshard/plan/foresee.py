@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from .. import machine as facts
-from ..config import Config, Offload
+from ..config import Config
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
+from ..offload.options import Offload
 from ..parallel import local
 from .budget import KINDS, DeviceMemory
 from .choice import Row, Variant, recommend, shard_options, variants

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import machine as facts
-from ..config import nearest
+from ..checks import nearest
 
 FOLDER = Path(__file__).parent / "machines"
 DEVICE_UPDATE_BYTES = 77

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..config import Extent, Offload, Precision, state_table
+from ..config import Precision
+from ..offload.options import Offload
 from ..parallel import local_numel
+from ..table import Extent, state_table
 
 STATES_SHARE = 0.7
 """Model states may take this share of a device; the rest is for activations and buffers, where these are not known."""

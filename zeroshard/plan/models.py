@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checks import nearest
 from ..config import Activations as Recomputed
-from ..config import nearest
 from ..train.gpt import ModelConfig
 from ..train.job import JobError, load_job, presets
 from .budget import Traced

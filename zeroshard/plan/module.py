@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..config import DTYPES, Config
+from ..checks import DTYPES
+from ..config import Config
 from ..offload.rules import check_has_kernel
 from ..parallel import mesh_of
 from .activations import Activations

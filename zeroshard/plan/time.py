@@ -24,7 +24,7 @@ from enum import Enum
 import torch
 
 from ..bounds import IN_FLIGHT
-from ..config import Offload
+from ..offload.options import Offload
 from ..offload.pipeline import LANDING
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine
 from .shape import Setup, Transformer, Work

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .. import compat
-from ..config import DTYPES
+from ..checks import DTYPES
 from ..layout import UnitSpec, find_units
 from .activations import Activations
 from .budget import Traced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import Extent, state_table
+from ..table import Extent, state_table
 from .budget import Model, place, units_of
 from .shape import Setup
 

@@ -19,6 +19,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 
 from zeroshard import config as shard_config
+from zeroshard.checks import DTYPES, nearest
 from zeroshard.train.data import DataConfig
 from zeroshard.train.gpt import ModelConfig
 
@@ -110,7 +111,7 @@ class Job:
     def precision(self) -> str:
         """The parameters' precision by name: "bf16", "fp16" or "fp32"."""
         dtype = shard_config.Precision.parse(self.shard["precision"]).parameters
-        return next((name for name, known in shard_config.DTYPES.items() if known is dtype), "fp32")
+        return next((name for name, known in DTYPES.items() if known is dtype), "fp32")
 
 
 class JobError(ValueError):
@@ -266,7 +267,7 @@ def _mapping(tables: Mapping[str, object], name: str, problems: list[str]) -> di
 
 
 def _unknown(table: Mapping[str, object], known: list[str], prefix: str) -> list[str]:
-    return [f"{prefix}{key}: unknown key{shard_config.nearest(key, known)}" for key in table if key not in known]
+    return [f"{prefix}{key}: unknown key{nearest(key, known)}" for key in table if key not in known]
 
 
 def _find(source: str) -> Path:
@@ -278,6 +279,4 @@ def _find(source: str) -> Path:
     known = presets()
     if source in known:
         return known[source]
-    raise JobError(
-        source, [f"no such preset{shard_config.nearest(source, list(known))}; the presets are {', '.join(known)}"]
-    )
+    raise JobError(source, [f"no such preset{nearest(source, list(known))}; the presets are {', '.join(known)}"])

@@ -12,11 +12,11 @@ from typing import Self
 from torch import nn
 
 import zeroshard
-from zeroshard.config import state_table
 from zeroshard.observe.ledger import Stats
 from zeroshard.observe.trace import COPIES, Trace
 from zeroshard.offload.pipeline import Pipeline
 from zeroshard.runtime import runtime_of
+from zeroshard.table import state_table
 from zeroshard.train.job import TrainConfig
 from zeroshard.train.paper import OnHost, shared_by
 from zeroshard.train.summary import Offloaded, StateBytes

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from zeroshard.config import Extent, Offload, state_table
+from zeroshard.offload.options import Offload
 from zeroshard.offload.pipeline import HIGH_HALVES, RING
+from zeroshard.table import Extent, state_table
 
 MOMENTS = 8  # bytes a parameter: Adam's momentum and variance in fp32
 MASTER = 4  # bytes a parameter: the fp32 copy behind 16-bit parameters

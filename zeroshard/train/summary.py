@@ -6,8 +6,8 @@ from typing import NamedTuple, Self
 
 from rich.table import Table
 
-from zeroshard.config import state_table
 from zeroshard.observe.ledger import Memory
+from zeroshard.table import state_table
 from zeroshard.train.paper import (
     OnHost,
     PaperRow,
