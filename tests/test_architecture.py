@@ -15,7 +15,7 @@ LAYERS = [
     {"checkpoint.load", "checkpoint.export"},
     {"checkpoint.save"},
     {"checkpoint.background", "checkpoint.snapshot"},
-    {"checkpoint.contents", "checkpoint.folder", "checkpoint.read", "checkpoint.lora"},
+    {"checkpoint.contents", "checkpoint.folder", "checkpoint.read", "checkpoint.lora", "checkpoint.shards"},
     {"checkpoint.describe", "checkpoint.random_state", "checkpoint.values", "checkpoint.write"},
     {"checkpoint.names"},
     {"checkpoint.format"},
