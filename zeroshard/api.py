@@ -17,8 +17,9 @@ from .comm import DisagreementError, Fabric, start_process_group
 from .config import Config
 from .observe.ledger import Stats
 from .offload.rules import check_has_kernel
-from .optimizer import ShardedOptimizer, check_covers, check_elementwise
+from .optimizer import ShardedOptimizer
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
+from .shardable import check_covers, check_elementwise
 
 if TYPE_CHECKING:
     from .plan.foresee import Foresight

@@ -224,7 +224,7 @@ class Runtime(NotCopyable):
     def _optimizer_tensors(self) -> list[Tensor]:
         if self.optimizer is None:
             return []
-        return self.optimizer.device_tensors()
+        return self.optimizer.piece_states.on_device()
 
     def _before_step(self) -> None:
         self.placeholders.check()

@@ -13,7 +13,7 @@ from tests.checkpoint.runs import Run
 from tests.ranks import Pool
 from zeroshard.checkpoint import save as saving
 from zeroshard.checkpoint import snapshot
-from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.piece_states import PieceStates
 
 
 def fails(*_: object, **__: object) -> Any:
@@ -42,7 +42,7 @@ def all_cases(folder: str) -> dict[str, str]:
         "thread": on_rank_one(saving, "Saving", lambda: run.save(f"{folder}/b")),
         "path": outcome(lambda: run.save(f"{folder}/x\0y")),
         "blocking": outcome(lambda: run.save(f"{folder}/b")),
-        "fill": on_rank_one(ShardedOptimizer, "forget_states", lambda: run.load(f"{folder}/b")),
+        "fill": on_rank_one(PieceStates, "forget", lambda: run.load(f"{folder}/b")),
         "scheduler": on_rank_one(type(run.scheduler), "load_state_dict", lambda: run.load(f"{folder}/b")),
         "load": outcome(lambda: run.load(f"{folder}/b")),
     }

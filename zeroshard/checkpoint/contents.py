@@ -157,7 +157,7 @@ def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Itera
     owners = {piece.slot: piece for piece in flat.pieces}
     for piece in flat.layout.pieces(written_range(flat, fabric)):
         owner = owners[piece.slot]
-        for name, value in optimizer.state_of(owner).items():
+        for name, value in optimizer.piece_states.of(owner).items():
             if is_elementwise(value, owner):
                 part_of = value[piece.start - owner.start :][: piece.numel]
                 yield _held(flat, piece, name, value.dtype, partial(_itself, part_of))
@@ -172,7 +172,7 @@ def _scalars(flat: Flat, optimizer: ShardedOptimizer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for piece in flat.pieces:
         name = name_of(flat.layout.slots[piece.slot].name)
-        state = optimizer.state_of(piece)
+        state = optimizer.piece_states.of(piece)
         mine = {key: value for key, value in state.items() if not is_elementwise(value, piece)}
         if mine:
             found[name] = encode(mine, f"the optimizer's state of {name!r}", partial(_too_large, name))
@@ -280,6 +280,6 @@ def _shared(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, A
             }
             for group in optimizer.param_groups
         ],
-        "common": optimizer.common_state(),
+        "common": optimizer.piece_states.common(),
         "progress": optimizer.progress(),
     }

@@ -290,7 +290,7 @@ def _fill(reader: Reader, runtime: Runtime, optimizer: ShardedOptimizer | None) 
     """
     older: dict[Flat, Tensor] = {}
     if optimizer is not None:
-        optimizer.forget_states()
+        optimizer.piece_states.forget()
     for flat in _flats(runtime):
         _fill_values(reader, flat)
         if optimizer is not None and flat.trainable:
@@ -327,12 +327,12 @@ def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> Non
         moments = [kind for kind in index.kinds[name] if kind not in (VALUE, SHOWN)]
         for kind in moments:
             dtype = index.places[name, kind][0].entry.dtype
-            target = optimizer.room_for_state(flat, piece, kind, dtype)
+            target = optimizer.piece_states.room_for(flat, piece, kind, dtype)
             if target is None:
                 raise CheckpointError(f"{index.folder} has {kind!r} of {name!r}, which the host's optimizer has not")
             reader.read(name, kind, region, target)
         scalars = decode(index.scalars.get(name, {}), f"the state of {name!r}", _no_tensor)
-        optimizer.take_scalars(flat, piece, scalars, moments=bool(moments))
+        optimizer.piece_states.take_scalars(flat, piece, scalars, moments=bool(moments))
 
 
 def _read_range(reader: Reader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
@@ -372,7 +372,7 @@ def _flats(runtime: Runtime) -> Iterable[Flat]:
 def _load_settings(optimizer: ShardedOptimizer, shared: dict[str, Any]) -> None:
     for mine, theirs in zip(optimizer.param_groups, shared["groups"], strict=True):
         mine.update({key: value for key, value in theirs["settings"].items() if key not in HOW_TO_COMPUTE})
-    optimizer.take_common_state(shared.get("common", {}))
+    optimizer.piece_states.take_common(shared.get("common", {}))
     optimizer.load_progress(shared["progress"])
 
 
