@@ -16,13 +16,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import compat
 from ..comm import Fabric
+from .claim import Claim, bytes_in
 from .contents import Contents
 from .folder import keep_newest, partial_of, publish, time_after
 from .format import (
+    CLAIM,
     INDEX,
     LARGEST_JSON,
     MARKER,
@@ -44,14 +46,31 @@ EXIT_SECONDS = 60.0
 """How long a process that ends waits for its last save while nothing is written: another rank may be dead."""
 
 
+class Place(NamedTuple):
+    """Where a save writes."""
+
+    token: str
+    """A name that no other save has."""
+    claim: Claim | None
+    """On rank 0."""
+
+
 class Saving:
     """A checkpoint that is being written, or was."""
 
     def __init__(
-        self, path: Path, fabric: Fabric, token: str, contents: Contents, *, steps: int, keep: int | None
+        self,
+        path: Path,
+        fabric: Fabric,
+        place: Place,
+        contents: Contents,
+        *,
+        steps: int,
+        keep: int | None,
     ) -> None:
         self.path = path
-        self._fabric, self._token, self._steps, self._keep = fabric, token, steps, keep
+        self._fabric, self._token, self._steps, self._keep = fabric, place.token, steps, keep
+        self._claim = place.claim
         self._contents: Contents | None = contents
         self._done = threading.Event()
         self._abandoned = threading.Event()
@@ -85,7 +104,7 @@ class Saving:
         """Waits without the other ranks, and says on stderr what went wrong."""
         written, since = -1, time.monotonic()
         while not self._done.wait(SLOWEST_POLL_SECONDS):
-            if (now := _bytes_in(partial_of(self.path, self._token))) != written:
+            if (now := bytes_in(partial_of(self.path, self._token))) != written:
                 written, since = now, time.monotonic()
             elif time.monotonic() - since > EXIT_SECONDS:
                 self.abandon()
@@ -119,6 +138,8 @@ class Saving:
             if rank != 0:
                 self._tell_rank_zero(folder, error)
         finally:
+            if self._claim is not None:
+                self._claim.release()
             self._done.set()
 
     def _tell_rank_zero(self, folder: Path, error: BaseException) -> None:
@@ -142,6 +163,7 @@ class Saving:
         write_json(folder / MARKER, marker_json(index, self._steps, saved_ns))
         (folder / TOKEN).unlink(missing_ok=True)
         publish(folder, self.path)
+        (self.path / CLAIM).unlink(missing_ok=True)
         if self._keep is not None:
             keep_newest(self.path, self._keep)
 
@@ -192,13 +214,6 @@ def abandon_all() -> None:
 def _finish_all() -> None:
     for saving in list(_unfinished):
         saving.finish_at_exit()
-
-
-def _bytes_in(folder: Path) -> int:
-    try:
-        return sum(entry.stat().st_size + 1 for entry in folder.iterdir())
-    except OSError:  # it was renamed, or removed
-        return 0
 
 
 def _tell(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from .claim import Claim
 from .format import MARKER, OWN_NAME, CheckpointError, Marker, read_marker
 from .write import sync_folder
 
@@ -91,19 +92,36 @@ def _remove(folder: Path) -> None:
         os.rmdir(folder)
 
 
-def prepare(path: Path, token: str) -> Path:
-    """Makes an empty folder to write into; on rank 0. What a crash left beside it goes."""
+def prepare(path: Path, token: str) -> Claim:
+    """Makes an empty folder to write into, and claims it; on rank 0. What a crash left beside it goes.
+
+    Raises:
+        CheckpointError: another job is writing to this path, or something is there that is no checkpoint.
+    """
     check_replaceable(path)
-    left = _complete_partials_of(path)
-    if left and not path.exists():  # a crash between two renames
-        os.replace(left[0], path)
-    for folder in _partials_of(path):
-        with contextlib.suppress(OSError):
-            _remove(folder)
     partial = partial_of(path, token)
     partial.mkdir(parents=True)
-    sync_folder(partial.parent)
-    return partial
+    claim = Claim(partial)
+    try:
+        claim.check_alone(path, [one for one in _partials_of(path) if one != partial])
+        left = [one for one in _complete_partials_of(path) if claim.supersedes(one)]
+        if left and not path.exists():  # a crash between two renames
+            os.replace(left[0], path)
+        for folder in filter(claim.supersedes, _partials_of(path)):
+            with contextlib.suppress(OSError):
+                _remove(folder)
+        sync_folder(partial.parent)
+    except BaseException:
+        discard(claim)
+        raise
+    return claim
+
+
+def discard(claim: Claim) -> None:
+    """Ends a save that did not begin; on rank 0."""
+    claim.release()
+    with contextlib.suppress(OSError):
+        _remove(claim.folder)
 
 
 def publish(partial: Path, path: Path) -> None:

@@ -35,8 +35,10 @@ INDEX = "index.json"
 MARKER = "COMPLETE"
 TOKEN = "token"
 """By which ranks find out, at the start of a save, whether they see one folder."""
+CLAIM = "claim"
+"""Locked by the process that writes, see claim.py."""
 _WRITTEN_WHOLE = r"(index\.json|COMPLETE|rank-\d{5,}\.(json|failed))"
-OWN_NAME = re.compile(rf"token|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")
+OWN_NAME = re.compile(rf"token|claim|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")
 """Every name that a save gives to a file in a checkpoint's folder."""
 LARGEST_JSON = 1 << 30
 LARGEST_HEADER = 100_000_000

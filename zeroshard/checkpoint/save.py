@@ -6,8 +6,10 @@ import os
 import secrets
 import time
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +18,9 @@ from .. import compat
 from ..comm import Fabric
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
-from .background import Latest, Saving, check_not_writing
+from .background import Latest, Place, Saving, check_not_writing
 from .contents import Contents, collect
-from .folder import partial_of, prepare
+from .folder import discard, partial_of, prepare
 from .format import TOKEN, CheckpointError
 from .snapshot import Snapshots
 
@@ -65,8 +67,10 @@ def save(
     runtime = runtime_of(model)
     fabric = runtime.fabric
     latest = finish_latest(runtime)
+    snapshots = snapshots_of(model)
     with compat.label("zeroshard.save"), torch.no_grad():
         contents, target, problem = None, Path(), None
+        opened = _Opened()
         try:
             target = Path(path).absolute()
             check_not_writing(target)
@@ -74,29 +78,42 @@ def save(
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
             contents = collect(runtime, optimizer, scheduler=scheduler, loader=loader, extra=extra)
-        except Exception as error:
-            problem = error
-        agree(fabric, problem)
-        assert contents is not None
-        token = _open_folder(target, fabric)
-        asynchronous = asynchronous and _has_room(runtime, contents)
-        saving = None
-        try:
             if asynchronous:
-                contents = snapshots_of(model).take(contents)
-            elif fabric.device.type == "cuda":
-                torch.cuda.synchronize(fabric.device)  # another thread reads what is written now
-            steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
-            saving = Saving(target, fabric, token, contents, steps=steps, keep=keep)
+                opened = opened._replace(lacking=snapshots.lacking(contents))
+            if fabric.rank == 0:
+                opened = opened._replace(place=_open_folder(target))
         except Exception as error:
             problem = error
-        del contents
-        try:
-            agree(fabric, problem)
-        except Exception:
-            if saving is not None:
-                saving.give_up()
-            raise
+        place = opened.place
+        with _given_up_on_error(place):
+            everybody: list[_Opened] = agree(fabric, problem, opened.told())
+            assert contents is not None
+            place = place or everybody[0].place
+            assert place is not None
+            # Memory is got on all ranks or on none: some would block, the others wait for them in the next step.
+            lacking = max(one.lacking for one in everybody)
+            got_none = snapshots.allocate(contents) if asynchronous and lacking <= 0 else None
+            seen = agree(fabric, None, (_is_seen(target, place.token), got_none))
+            _check_seen(target, place.token, [sees for sees, _ in seen])
+            if asynchronous:
+                asynchronous = not _say_why_not(fabric, snapshots, contents, lacking, [why for _, why in seen])
+            saving = None
+            try:
+                if asynchronous:
+                    contents = snapshots.take(contents)
+                elif fabric.device.type == "cuda":
+                    torch.cuda.synchronize(fabric.device)  # another thread reads what is written now
+                steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
+                saving = Saving(target, fabric, place, contents, steps=steps, keep=keep)
+            except Exception as error:
+                problem = error
+            del contents
+            try:
+                agree(fabric, problem)
+            except Exception:
+                if saving is not None:
+                    saving.give_up()
+                raise
         assert saving is not None
         if asynchronous:
             latest.begin(saving)
@@ -105,13 +122,45 @@ def save(
     return saving
 
 
-def _has_room(runtime: Runtime, contents: Contents) -> bool:
-    """Gets the memory of a snapshot on all ranks, or on none and says why. Collective."""
-    snapshots = snapshots_of(runtime.model)
-    lacking = snapshots.room_for(contents) or snapshots.allocate(contents)
-    if lacking is not None:
-        _say(runtime.fabric, f"zeroshard: {lacking}, so this save blocks")
-    return lacking is None
+class _Opened(NamedTuple):
+    """What ranks tell each other before a save begins."""
+
+    place: Place | None = None
+    """Of rank 0."""
+    lacking: int = 0
+    """Bytes of host memory that a snapshot would take too many."""
+
+    def told(self) -> _Opened:
+        """What others may know: a claim is the process's own."""
+        return self if self.place is None else self._replace(place=self.place._replace(claim=None))
+
+
+@contextmanager
+def _given_up_on_error(place: Place | None) -> Iterator[None]:
+    """A save that does not begin leaves no folder."""
+    try:
+        yield
+    except BaseException:
+        if place is not None and place.claim is not None:
+            discard(place.claim)
+        raise
+
+
+def _say_why_not(
+    fabric: Fabric, snapshots: Snapshots, contents: Contents, lacking: int, got_none: Sequence[str | None]
+) -> bool:
+    """Whether a save must block, for want of memory; and says so."""
+    if lacking > 0:
+        size = snapshots.size(contents) / 2**30
+        why = f"a snapshot takes {size:.2f} GiB of host memory a rank, {lacking / 2**30:.2f} GiB too much"
+    else:
+        failed = [(rank, text) for rank, text in enumerate(got_none) if text is not None]
+        if not failed:
+            return False
+        snapshots.give_back()
+        why = f"rank {failed[0][0]} got no host memory for a snapshot ({failed[0][1]})"
+    _say(fabric, f"zeroshard: {why}, so this save blocks")
+    return True
 
 
 def finish_latest(runtime: Runtime) -> Latest:
@@ -133,38 +182,52 @@ def check_optimizer(runtime: Runtime, optimizer: object, what: str) -> None:
         raise ValueError(f"{what}(): this optimizer is not the model's; pass both as zeroshard.shard() returned them")
 
 
-def agree(fabric: Fabric, problem: BaseException | None) -> None:
-    """Raises on all ranks what went wrong on any: one that left alone would keep the others waiting."""
-    told = fabric.gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
+def agree(fabric: Fabric, problem: BaseException | None, told: Any = None) -> list[Any]:
+    """Raises on all ranks what went wrong on any: one that left alone would keep the others waiting.
+
+    Returns what every rank told, where nothing did.
+    """
+    everybody = fabric.gather_objects((None if problem is None else f"{type(problem).__name__}: {problem}", told))
     if problem is not None:
         raise problem
-    for rank, text in enumerate(told):
+    for rank, (text, _) in enumerate(everybody):
         if text is not None:
             raise CheckpointError(f"rank {rank} failed: {text}")
+    return [one for _, one in everybody]
 
 
-def _open_folder(path: Path, fabric: Fabric) -> str:
-    """An empty folder that all ranks see, and a name for what will be written there."""
-    token, problem = secrets.token_hex(8), None
-    if fabric.rank == 0:
+def _open_folder(path: Path) -> Place:
+    """An empty folder that is this job's; on rank 0."""
+    token = secrets.token_hex(8)
+    try:
+        claim = prepare(path, token)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    with _given_up_on_error(place := Place(token, claim)):
         try:
-            (prepare(path, token) / TOKEN).write_text(token)
-        except CheckpointError as error:
-            problem = error
+            (claim.folder / TOKEN).write_text(token)
         except Exception as error:
-            problem = CheckpointError(f"{path} cannot be written: {error}")
-    agree(fabric, problem)
-    token = str(fabric.gather_objects(token)[0])
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+    return place
+
+
+def _is_seen(path: Path, token: str) -> bool:
+    """Whether this rank sees what rank 0 has written."""
     deadline = time.monotonic() + SEEN_WITHIN_SECONDS
     while not (seen := _sees(path, token)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    blind = [rank for rank, sees in enumerate(fabric.gather_objects(seen)) if not sees]
+    return seen
+
+
+def _check_seen(path: Path, token: str, seen: Sequence[bool]) -> None:
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise CheckpointError(
             f"rank {', '.join(map(str, blind))} cannot see {partial_of(path, token)} as rank 0 wrote it; all "
             "ranks must save to one folder, on a file system that every node has mounted at the same place"
         )
-    return token
 
 
 def _sees(path: Path, token: str) -> bool:

@@ -25,32 +25,30 @@ class Snapshots:
         self._arena: Arena | None = None
         self.memory: Tensor | None = None
 
-    def room_for(self, contents: Contents) -> str | None:
-        """Why there is no room on some rank; None if there is. Collective."""
-        needed = _size(contents) + contents.joined_bytes
+    def size(self, contents: Contents) -> int:
+        """Bytes of host memory that a snapshot takes, those included that it needs while it is taken."""
+        return _size(contents) + contents.joined_bytes
+
+    def lacking(self, contents: Contents) -> int:
+        """Bytes that this rank has too few; at most 0 if there is room."""
         held = 0 if self.memory is None else self.memory.numel()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._fabric.world))
-        available = held + (machine.available_memory() - RESERVE) // local
-        lacking = self._fabric.maximum([needed - available])[0]
-        if lacking <= 0:
-            return None
-        return f"a snapshot takes {needed / 2**30:.2f} GiB of host memory a rank, {lacking / 2**30:.2f} GiB too much"
+        return self.size(contents) - held - (machine.available_memory() - RESERVE) // local
 
     def allocate(self, contents: Contents) -> str | None:
-        """Gets the memory, on all ranks or on none; why some rank got none. Collective."""
-        size, problem = _size(contents), None
+        """Gets the memory; why there is none."""
+        size = _size(contents)
         if self.memory is None or self.memory.numel() < size:
-            self.memory = self._arena = None
+            self.give_back()
             try:
                 self._arena = Arena(size, pinned=self._fabric.device.type == "cuda")
                 self.memory = self._arena.take(size, torch.uint8)
             except Exception as error:  # pinned memory has limits of its own, that no count of free bytes shows
-                problem = f"{type(error).__name__}: {error}"
-        failed = [(rank, text) for rank, text in enumerate(self._fabric.gather_objects(problem)) if text is not None]
-        if not failed:
-            return None
+                return f"{type(error).__name__}: {error}"
+        return None
+
+    def give_back(self) -> None:
         self.memory = self._arena = None
-        return f"rank {failed[0][0]} got no host memory for a snapshot ({failed[0][1]})"
 
     def take(self, contents: Contents) -> Contents:
         """The same contents, in memory that training does not touch; ``allocate`` has got it."""

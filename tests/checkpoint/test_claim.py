@@ -1,0 +1,124 @@
+"""Of two jobs that save to one path, one goes on and the other is told; a job that died holds up nobody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard import CheckpointError
+from zeroshard.checkpoint import claim
+
+WRITES_SLOWLY = """
+import sys, time, torch, zeroshard
+from pathlib import Path
+from zeroshard.checkpoint import background
+
+def slowly(folder, *arguments):
+    with open(folder / "token", "ab", buffering=0) as file:
+        while not Path(sys.argv[2]).exists():
+            file.write(b" ")
+            time.sleep(0.01)
+    (folder / "token").write_text(arguments[0])
+    real(folder, *arguments)
+
+real, background.write_part = background.write_part, slowly
+model = torch.nn.Linear(4, 4)
+model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
+zeroshard.save(sys.argv[1], model, optimizer, extra="the other job's")
+"""
+
+
+def small() -> tuple[Any, Any]:
+    model = nn.Linear(4, 4)
+    return zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
+
+
+@contextmanager
+def another_job(path: Path, go: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", WRITES_SLOWLY, str(path), str(go)])
+    try:
+        deadline = time.monotonic() + 60
+        while not any(folder.stat().st_size > 20 for folder in path.parent.glob(f".{path.name}.*.partial/token")):
+            assert process.poll() is None, "the other job ended"
+            assert time.monotonic() < deadline, "the other job does not write"
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_job_that_saves_to_the_path_of_another_is_told_and_does_no_harm(tmp_path: Path) -> None:
+    path, go = tmp_path / "saved", tmp_path / "go"
+    with another_job(path, go) as other:
+        with pytest.raises(
+            CheckpointError, match=rf"saved is being written by another job \(process {other.pid} on .*\)"
+        ):
+            zeroshard.save(path, *small())
+        zeroshard.save(tmp_path / "mine", *small())
+        go.touch()
+        assert other.wait(60) == 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["go", "mine", "saved"]
+    assert not (path / "claim").exists()
+    assert zeroshard.load(path, *small()) == "the other job's"
+    zeroshard.save(path, *small(), extra="mine")
+    assert zeroshard.load(path, *small()) == "mine"
+
+
+def test_a_job_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    with another_job(path, tmp_path / "go") as other:
+        other.kill()
+        other.wait()
+        began = time.monotonic()
+        zeroshard.save(path, *small(), extra="mine")
+        assert time.monotonic() - began < claim.STILL_SECONDS / 2
+    assert zeroshard.load(path, *small()) == "mine"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+LOCKS = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_lock_that_outlived_its_machine_is_waited_for_a_while_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "STILL_SECONDS", 0.2)
+    left = tmp_path / ".saved.0123456789abcdef.partial"
+    left.mkdir()
+    command = [sys.executable, "-c", LOCKS, str(left / "claim")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"locked\n"
+            zeroshard.save(tmp_path / "saved", *small(), extra="mine")
+        finally:
+            process.kill()
+    assert zeroshard.load(tmp_path / "saved", *small()) == "mine"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_file_system_without_locks_is_saved_to_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(claim.fcntl, "lockf", has_none)
+    for number in range(2):
+        zeroshard.save(tmp_path / "saved", *small(), extra=number)
+    assert zeroshard.load(tmp_path / "saved", *small()) == 1

@@ -1,0 +1,118 @@
+"""One job at a time writes to a path, and one that died holds up nobody.
+
+A save keeps a file in its folder locked as long as it writes. The system gives the lock back when the process ends,
+however it ends, so what a killed job leaves is known as such at once. A lock may outlive a machine, on a file system
+that others serve: so one counts only while the folder grows, and is waited for no longer than ``STILL_SECONDS``.
+
+Where a file system has no locks, two jobs that save to one path are not kept apart. They still never mix: each has a
+folder of its own, and the one whose folder the other has cleared fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from .format import CLAIM, CheckpointError
+
+STILL_SECONDS = 10.0
+"""Below the stall_timeout that the other ranks wait for rank 0."""
+POLL_SECONDS = 0.05
+LARGEST = 4096
+
+
+class Claim:
+    """This process writes to a folder, until ``release``.
+
+    The lock is the process's, and goes when any descriptor of the file is closed: nothing else here may open it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptor: int | None = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def release(self) -> None:
+        """Lets others write."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                (self.folder / CLAIM).unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def check_alone(self, path: Path, others: Iterable[Path]) -> None:
+        """Of several that write at once, the one that began first goes on.
+
+        Raises:
+            CheckpointError: another one did, and writes.
+        """
+        mine = _began(self.folder)
+        for folder in others:
+            if _began(folder) < mine and _writes(folder):
+                raise CheckpointError(
+                    f"{path} is being written by another job ({_name(folder)}); give every job a folder of its own, or "
+                    "end that one"
+                )
+
+    def supersedes(self, folder: Path) -> bool:
+        """Whether what is in another folder is left over: nobody has claimed it, or did so before, and is silent."""
+        return folder != self.folder and (not is_claimed(folder) or _began(folder) < _began(self.folder))
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether another process has this folder locked."""
+    try:
+        descriptor = os.open(folder / CLAIM, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def bytes_in(folder: Path) -> int:
+    """What was written into a folder: another number whenever something was."""
+    try:
+        return sum(entry.stat().st_size + 1 for entry in folder.iterdir())
+    except OSError:  # it was renamed, or removed
+        return 0
+
+
+def _writes(folder: Path) -> bool:
+    """Whether somebody has it locked and writes; waits while that is not clear."""
+    before, deadline = bytes_in(folder), time.monotonic() + STILL_SECONDS
+    while is_claimed(folder):
+        if bytes_in(folder) != before:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def _began(folder: Path) -> tuple[int, str]:
+    try:
+        return (folder / CLAIM).stat().st_mtime_ns, folder.name
+    except OSError:
+        return 0, folder.name
+
+
+def _name(folder: Path) -> str:
+    try:
+        with open(folder / CLAIM, "rb") as file:
+            return file.read(LARGEST).decode(errors="replace")
+    except OSError:
+        return "which has just ended"
