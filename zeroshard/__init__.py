@@ -5,14 +5,16 @@ from .api import full_state_dict, gathered, no_sync, shard, stats, synchronize
 from .checkpoint.format import CheckpointError
 from .checkpoint.load import load
 from .checkpoint.save import save
-from .comm import DisagreementError, StallError, Traffic
+from .comm import DisagreementError
 from .config import Activations, Config, LossScale, Precision
+from .lane import StallError
 from .nonfinite import NonFiniteError
 from .observe.ledger import Memory, Stats
 from .observe.trace import Trace, trace
 from .offload.options import Offload
 from .offload.worker import OffloadError
 from .optimizer import ShardedOptimizer
+from .traffic import Traffic
 
 __version__ = "0.1.0"
 

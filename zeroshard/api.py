@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from . import compat, guards, machine, parallel, shortage
-from .comm import DisagreementError, Fabric, start_process_group
+from .comm import DisagreementError, Fabric
 from .config import Config
 from .observe.ledger import Stats
 from .offload.rules import check_has_kernel
 from .optimizer import ShardedOptimizer
+from .process_group import start_process_group
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
 from .shardable import check_covers, check_elementwise
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from . import compat, parallel
 from .activations.arena import DeviceArena, Slot
 from .bounds import DEPOSIT_BYTES
-from .comm import Done, Fabric, Pending
+from .comm import Fabric
 from .config import Precision
+from .lane import Done, Pending
 from .layout import FlatLayout, Range
 from .offload.shard import HostShard
 from .placeholder import Placeholders

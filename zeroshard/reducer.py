@@ -19,8 +19,9 @@ from collections.abc import Iterable
 
 from .bounds import IN_FLIGHT
 from .buffers import Buffers
-from .comm import DisagreementError, Fabric, Lane
+from .comm import DisagreementError, Fabric
 from .gradient import FlatGradient
+from .lane import Lane
 from .unit import Flat, Unit
 
 

@@ -14,7 +14,7 @@ from .activations.arena import DeviceArena
 from .activations.checkpoint import Checkpoints
 from .activations.kept import Stores
 from .buffers import Buffers
-from .comm import Fabric, Traffic
+from .comm import Fabric
 from .config import Config
 from .hook import NotCopyable
 from .layout import find_units
@@ -28,6 +28,7 @@ from .precision import LossScaler
 from .reducer import Reducer
 from .schedule import Schedule
 from .table import state_table
+from .traffic import Traffic
 from .unit import Turns, Unit
 
 _ATTRIBUTE = "_zeroshard_runtime"

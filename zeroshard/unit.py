@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from . import compat, parallel
-from .comm import Fabric, Pending
+from .comm import Fabric
 from .config import Precision
 from .gradient import FlatGradient
+from .lane import Pending
 from .layout import FlatLayout, Range, UnitSpec, divide_into_flats, flat_layout
 from .offload.pipeline import Publication
 from .offload.shard import HostShard

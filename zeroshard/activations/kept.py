@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat, parallel
 from ..bounds import ON_THEIR_WAY
-from ..comm import Done, Fabric, Pending, wait_on_host
+from ..comm import Fabric
 from ..config import Activations
+from ..lane import Done, Pending, wait_on_host
 from ..layout import round_up
 from .arena import DeviceArena, Slot
 from .host import HostPool

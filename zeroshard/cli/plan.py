@@ -15,7 +15,6 @@ from rich.console import Console
 
 from zeroshard import machine
 from zeroshard.checks import DTYPES
-from zeroshard.comm import end_process_group, start_process_group
 from zeroshard.config import Activations
 from zeroshard.plan import as_json, calibrate, choice, paper_table, report
 from zeroshard.plan.choice import Row
@@ -24,6 +23,7 @@ from zeroshard.plan.machine_profile import calibrated_file
 from zeroshard.plan.models import Subject, find_model
 from zeroshard.plan.scale import cost, doubling, scale
 from zeroshard.plan.shape import Setup
+from zeroshard.process_group import end_process_group, start_process_group
 
 DESCRIPTION = """\
 Say what fits and how fast it is, for every ZeRO stage and offload: memory of one rank by kind,

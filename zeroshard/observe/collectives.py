@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .. import compat
-from ..comm import Collective, Meter
+from ..traffic import Collective, Meter
 
 
 @contextmanager

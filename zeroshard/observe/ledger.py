@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from torch import Tensor, nn
 
 from .. import compat
-from ..comm import Traffic
 from ..offload.pipeline import Pipeline
 from ..table import Place
+from ..traffic import Traffic
 from ..unit import Unit
 
 

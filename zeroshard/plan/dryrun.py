@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import compat
 from ..api import shard, stats
-from ..comm import Traffic
 from ..observe.ledger import Memory
 from ..runtime import Runtime, runtime_of
+from ..traffic import Traffic
 from ..unit import Flat
 
 STEPS = 3

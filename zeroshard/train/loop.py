@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.comm import start_process_group
 from zeroshard.machine import usable_cores
+from zeroshard.process_group import start_process_group
 from zeroshard.train.checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
 from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT, sample

@@ -1,0 +1,55 @@
+"""The process group under the lanes: started from torchrun's environment, and ended."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def start_process_group(device: torch.device) -> None:
+    """Starts one with the device's backend, if there is none yet and torchrun's environment says who we are."""
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        backend, index = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        store = _store_of_restart()
+        if store is None:
+            dist.init_process_group(backend, device_id=index)
+        else:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=index)
+
+
+def _store_of_restart() -> Any:
+    """Names of its own for every restart under torchrun; None where that is not needed, or cannot be told.
+
+    torchrun's agent keeps one store over restarts, in which torch looks up addresses by names that are always the same:
+    ranks that are started anew would find those of the dead. On one node, all ranks know which restart it is.
+    """
+    known = os.environ.get
+    restart, local, world = known("TORCHELASTIC_RESTART_COUNT", "0"), known("LOCAL_WORLD_SIZE"), known("WORLD_SIZE")
+    if restart == "0" or local != world or known("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    stores: Any = dist  # whose annotations do not list them
+    store = stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return stores.PrefixStore(f"restart {restart}", store)
+
+
+def end_process_group() -> None:
+    """Ends it, if there is one, when all ranks have come."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend that serves tensors of this device: a group may have one for each, written "cpu:gloo,cuda:nccl"."""
+    config = str(dist.get_backend_config(group))
+    for part in config.split(","):
+        kind, _, backend = part.rpartition(":")
+        if kind in ("", device.type):
+            return backend
+    raise ValueError(
+        f"the process group serves {config}, not tensors on {device.type}; initialise it with a backend for that device"
+    )
