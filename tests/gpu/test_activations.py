@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
+from tests.plan.dry import dry_gpt
 from tests.ranks import on_ranks
-from zeroshard import Activations, compat
+from zeroshard import Activations
+from zeroshard.plan.budget import budget
+from zeroshard.plan.models import from_config
+from zeroshard.plan.shape import Setup
 from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT, ModelConfig
 from zeroshard.train.tensor_parallel import parallelise
@@ -72,24 +76,9 @@ def test_the_peak_falls_from_checkpointed_to_divided_to_offloaded() -> None:
         "divided": Activations(partition=True),
         "offloaded": Activations(partition=True, offload=True),
     }.items():
-        with compat.one_rank_of(32, 0):
-            mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("d", "m"))
-            with torch.device("meta"):
-                model = GPT(config)
-            parallelise(model, mesh["m"])
-            optimizer = torch.optim.AdamW(model.parameters())
-            model, optimizer = zeroshard.shard(
-                model, optimizer, init="empty", stage=2, precision="bf16", activations=options
-            )
-            tokens = torch.zeros(16, 1024, dtype=torch.long, device="cuda")
-            for _ in range(3):
-                torch.cuda.reset_peak_memory_stats()
-                model(tokens, tokens).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            torch.cuda.synchronize()
-            peaks[name] = torch.cuda.max_memory_allocated()
-            del model, optimizer
+        peaks[name] = dry_gpt(config, 32, degree=4, batch=16, real=True, stage=2, activations=options).peak
+        setup = Setup(stage=2, world=8, model_parallel=4, batch=16, activations=options)
+        assert peaks[name] == pytest.approx(budget(from_config(config), setup).peak.total, rel=0.1), name
     one = 16 * 1024 * 2048 * 2
     assert peaks["checkpointed"] - peaks["divided"] > 8 * one
     assert peaks["divided"] - peaks["offloaded"] > one

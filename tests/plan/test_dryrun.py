@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.plan.dry import dry_gpt
 from zeroshard.cli.main import main
 from zeroshard.offload.options import Offload
 from zeroshard.plan.budget import budget
-from zeroshard.plan.dryrun import DryRun, dry_run
+from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
 from zeroshard.plan.volume import volume
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.gpt import ModelConfig
 
 BILLIONS = ModelConfig(layers=4, hidden=12288, heads=96, sequence=512, vocabulary=256, checkpointing=True)
 
 
-def run(config: ModelConfig, world: int, **options: Any) -> DryRun:
-    def loss(model: nn.Module) -> Tensor:
-        tokens = torch.zeros(1, config.sequence, dtype=torch.long)
-        return model(tokens, tokens)  # type: ignore[no-any-return]
-
-    return dry_run(
-        lambda: GPT(config),
-        lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
-        loss,
-        world=world,
-        real=False,
-        **{"precision": "bf16", **options},
-    )
-
-
 def test_a_rank_of_64_holds_what_figure_1_says_of_a_model_that_no_machine_here_could_hold() -> None:
     for stage, bytes_a_parameter in ((0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)):
-        result = run(BILLIONS, 64, stage=stage)
+        result = dry_gpt(BILLIONS, 64, stage=stage)
         assert result.parameters > 7e9
         assert result.at_step.model_states == pytest.approx(bytes_a_parameter * result.parameters, rel=0.01)
         volume = 2 if stage < 3 else 3 - result.kept / result.parameters
@@ -47,8 +32,8 @@ def test_a_rank_of_64_holds_what_figure_1_says_of_a_model_that_no_machine_here_c
 
 
 def test_splitting_units_lowers_the_peak_of_a_checkpointed_model() -> None:
-    whole = run(BILLIONS, 1024, stage=3, max_unit_bytes=1 << 40)
-    split = run(BILLIONS, 1024, stage=3, max_unit_bytes=1 << 28)
+    whole = dry_gpt(BILLIONS, 1024, stage=3, max_unit_bytes=1 << 40)
+    split = dry_gpt(BILLIONS, 1024, stage=3, max_unit_bytes=1 << 28)
     assert split.peak < 0.6 * whole.peak
 
 
@@ -78,7 +63,7 @@ OFFLOADS = [
 def test_offloads_run_dry_too_and_are_as_planned(case: int, world: int) -> None:
     """No memory is taken, no kernel runs; device and host are told apart, and nothing is left to chance."""
     stage, precision, offload = OFFLOADS[case]
-    seen = run(OFFLOADED, world, stage=stage, precision=precision, offload=offload)
+    seen = dry_gpt(OFFLOADED, world, stage=stage, precision=precision, offload=offload)
     setup = Setup(stage=stage, world=world, offload=offload, precision=precision, sequence=128)  # type: ignore[arg-type]
     model = from_config(OFFLOADED)
     needs, moved = budget(model, setup, workspace=0), volume(model, setup)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.plan.dry import dry_gpt
 from zeroshard import Activations, optimizer
 from zeroshard.bounds import UPDATE_ELEMENTS
 from zeroshard.cli.main import main
 from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import paper_activations
 from zeroshard.plan.budget import budget
-from zeroshard.plan.dryrun import DryRun, dry_run
+from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.gpt import ModelConfig
 from zeroshard.train.job import load_job
-from zeroshard.train.tensor_parallel import parallelise
 
 BATCH = 16
 WAYS = {
@@ -30,28 +29,11 @@ WAYS = {
 }
 
 
-def run(config: ModelConfig, world: int, degree: int, batch: int = BATCH, **options: Any) -> DryRun:
-    def loss(model: nn.Module) -> Tensor:
-        tokens = torch.zeros(batch, config.sequence, dtype=torch.long)
-        return model(tokens, tokens)  # type: ignore[no-any-return]
-
-    return dry_run(
-        lambda: GPT(config),
-        lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
-        loss,
-        world=world,
-        real=False,
-        tensor_parallel=degree,
-        parallelise=parallelise,
-        **{"precision": "bf16", **options},
-    )
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_planned_peak_is_that_of_a_dry_run(stage: int, way: str) -> None:
     config = ModelConfig(layers=6, hidden=1024, heads=16, sequence=1024)
-    result = run(config, 16, 4, stage=stage, activations=WAYS[way])
+    result = dry_gpt(config, 16, degree=4, batch=BATCH, stage=stage, activations=WAYS[way])
     setup = Setup(stage=stage, world=4, model_parallel=4, batch=BATCH, activations=WAYS[way])
     needs = budget(from_config(config), setup, 0)
     assert result.at_step.model_states == pytest.approx(needs.at_step.model_states, rel=0.01)
@@ -60,7 +42,10 @@ def test_the_planned_peak_is_that_of_a_dry_run(stage: int, way: str) -> None:
 
 def test_checkpoints_shrink_by_the_degree_and_then_to_nothing() -> None:
     config = ModelConfig(layers=10, hidden=1024, heads=16, sequence=1024)
-    peaks = {way: run(config, 16, 8, stage=2, activations=options).peak for way, options in WAYS.items()}
+    peaks = {
+        way: dry_gpt(config, 16, degree=8, batch=BATCH, stage=2, activations=options).peak
+        for way, options in WAYS.items()
+    }
     one = BATCH * 1024 * 1024 * 2  # bytes of a checkpoint
     assert peaks["checkpointed"] - peaks["P_a"] == pytest.approx(9 * one * 7 / 8 - one, rel=0.15)
     assert peaks["P_a+cpu"] < peaks["P_a"]
@@ -68,20 +53,9 @@ def test_checkpoints_shrink_by_the_degree_and_then_to_nothing() -> None:
 
 def test_every_rank_of_a_replica_has_its_part_of_everything() -> None:
     config = ModelConfig(layers=2, hidden=512, heads=8, sequence=64)
-    whole = run(config, 4, 1, stage=2).parameters
+    whole = dry_gpt(config, 4, stage=2).parameters
     for rank in (0, 3, 7):
-        part = dry_run(
-            lambda: GPT(config),
-            lambda model: torch.optim.AdamW(model.parameters()),
-            lambda model: model(torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 64, dtype=torch.long)),
-            world=8,
-            rank=rank,
-            real=False,
-            tensor_parallel=4,
-            parallelise=parallelise,
-            stage=2,
-            precision="bf16",
-        ).parameters
+        part = dry_gpt(config, 8, degree=4, rank=rank, stage=2).parameters
         assert part == pytest.approx(whole / 4, rel=0.02)
 
 
@@ -89,7 +63,7 @@ def test_a_rank_of_16_with_model_parallel_offload_holds_70_billion_parameters_in
     job = load_job("offload-70b")
     assert job.train.tensor_parallel == 8
     few = ModelConfig(layers=3, hidden=9216, heads=72, sequence=1024)
-    result = run(few, 16, 8, batch=8, stage=2, offload="cpu", activations=Activations(partition=True))
+    result = dry_gpt(few, 16, degree=8, batch=8, stage=2, offload="cpu", activations=Activations(partition=True))
     setup = Setup(
         stage=2, world=2, model_parallel=8, batch=8, offload=Offload(), activations=Activations(partition=True)
     )
@@ -149,7 +123,11 @@ def test_the_papers_five_configurations_are_presets_and_in_the_order_of_its_figu
     for name in ("c1", "c2", "c3", "c4", "c5"):
         job = load_job(f"zero-40b-{name}")
         options = {key: value for key, value in job.shard.items() if key != "clip_grad_norm"}
-        peaks.append(run(ModelConfig(layers=4, hidden=1024, heads=64, sequence=1024), 400, 16, **options).peak)
+        peaks.append(
+            dry_gpt(
+                ModelConfig(layers=4, hidden=1024, heads=64, sequence=1024), 400, degree=16, batch=BATCH, **options
+            ).peak
+        )
     c1, c2, c3, c4, c5 = peaks
     assert c1 > c2 > c4 > c5
     assert c1 > c3 > c4

@@ -6,6 +6,7 @@ values, and what is measured is the storages that are alive: the same runtime ei
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ def _on_device(
     loss: Callable[[nn.Module], Tensor],
     options: Mapping[str, Any],
 ) -> DryRun:
+    gc.collect()  # an earlier model, which refers to itself, would count, or go in the midst of it
     before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         model = build()
