@@ -46,6 +46,8 @@ LAYERS = [
     {"plan.paper", "plan.scale"},
     {"plan.paper_devices"},
     {"plan.time"},
+    {"plan.checkpoint_time"},
+    {"plan.ring"},
     {"plan.machine_profile", "plan.timeline"},
     {"plan.memory", "plan.shape", "train.gpt", "train.job"},
     {"offload.shard"},

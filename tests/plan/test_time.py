@@ -10,8 +10,9 @@ import torch
 
 from zeroshard.offload.options import Offload
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load
+from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.time import Bottleneck, StepTime, ring, step_time
+from zeroshard.plan.time import Bottleneck, StepTime, step_time
 from zeroshard.plan.timeline import Lane, Span, Timeline
 
 H200 = load("h200")

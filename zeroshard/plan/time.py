@@ -9,9 +9,8 @@ What overlaps with what is what the runtime does (DESIGN: "The life of a unit"):
   waits for each. Updating in backward begins as a gradient lands; a delayed update has until that unit's next gradient.
 - Tensor parallelism hides nothing: its all-reduces stand between two products.
 - A unit takes as long as it takes to launch, where that is longer than to compute.
-
-Collectives take latency · steps + bytes / bandwidth in rings. A group that spans nodes is bound by what its nodes send,
-which it shares with the other groups of those nodes.
+- Checkpoints that are divided among model-parallel ranks (P_a) or on the host (P_a+cpu): down behind forward, up and
+  gathered behind backward (``checkpoint_time``).
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ import torch
 from ..bounds import IN_FLIGHT
 from ..offload.options import Offload
 from ..offload.pipeline import LANDING
+from .checkpoint_time import checkpoint_time
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine
+from .ring import ring
 from .shape import Setup, Transformer, Work
 from .timeline import Lane, Span, Timeline
 
@@ -89,37 +90,6 @@ class StepTime:
             Bottleneck.PCIE: self.exposed_pcie,
         }
         return max(parts, key=lambda part: parts[part])
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The ranks of one collective, and what they share."""
-
-    lane: Lane
-    ranks: int
-    bandwidth: float
-    """Bytes a second each way."""
-    latency: float
-    """Seconds of one pass around, whatever it moves."""
-
-    def seconds(self, size: float, passes: int = 1) -> float:
-        """Of an all-gather or reduce-scatter of ``size`` bytes in all; an all-reduce passes twice."""
-        if self.ranks == 1:
-            return 0.0
-        return passes * (self.latency + size * (self.ranks - 1) / self.ranks / self.bandwidth)
-
-
-def ring(machine: Machine, ranks: int, stride: int) -> Ring:
-    """A group of every ``stride``-th device: 1 for model parallelism, its degree for data parallelism."""
-    a_node = machine.devices_per_node
-    here = max(1, a_node // stride)
-    if ranks <= here:
-        return Ring(Lane.INSIDE, ranks, machine.inside.bandwidth, (ranks - 1) * machine.inside.latency)
-    groups = min(stride, a_node)
-    nodes = -(-ranks // here)
-    latency = (nodes - 1) * machine.between.latency + (here - 1) * machine.inside.latency
-    bandwidth = min(machine.inside.bandwidth, machine.between.bandwidth / groups)
-    return Ring(Lane.BETWEEN, ranks, bandwidth, latency)
 
 
 def host_update_bytes(offload: Offload, width: int, moments: int = 2) -> int:
@@ -198,6 +168,7 @@ class _Step:
         if isinstance(model, Transformer):  # two all-reduces a block and pass, the recomputing one included
             stream = setup.batch * setup.sequence * model.hidden * width
             self.tensor_seconds = self.tensor.seconds(stream, passes=2) * 2 / parts
+        self.checkpoints = checkpoint_time(model, setup, machine, self.tensor, self.timeline)
 
         ranks = min(setup.devices, machine.devices_per_node)
         shard = setup.world if setup.stage >= 1 else 1
@@ -301,6 +272,12 @@ class _Step:
                 waits.append(self.reduced[recent[-IN_FLIGHT]])
             if head and len(recent) >= LANDING:
                 waits.append(self.landed[recent[-LANDING]])
+            if self.checkpoints is not None:
+                block, part = divmod(unit - 1, self.parts)
+                if head and part == self.parts - 1:
+                    waits.append(self.checkpoints.take(block))
+                elif not head and part == 0:
+                    waits.append(self.checkpoints.keep())
             passes = (self.backward_blocks - 1) if head else 1
             launched = max(seconds[unit], self._launch_seconds(head))
             self.launching += launched - seconds[unit]
