@@ -16,7 +16,7 @@ LAYERS = [
     {"checkpoint.save"},
     {"checkpoint.background", "checkpoint.snapshot"},
     {"checkpoint.contents", "checkpoint.folder", "checkpoint.read", "checkpoint.lora", "checkpoint.shards"},
-    {"checkpoint.describe", "checkpoint.random_state", "checkpoint.values", "checkpoint.write"},
+    {"checkpoint.claim", "checkpoint.describe", "checkpoint.random_state", "checkpoint.values", "checkpoint.write"},
     {"checkpoint.names"},
     {"checkpoint.format"},
     {"checkpoint.boxes"},

@@ -70,7 +70,8 @@ def save(
     snapshots = snapshots_of(model)
     with compat.label("zeroshard.save"), torch.no_grad():
         contents, target, problem = None, Path(), None
-        opened = _Opened()
+        place: Place | None = None
+        lacking = 0
         try:
             target = Path(path).absolute()
             check_not_writing(target)
@@ -79,17 +80,15 @@ def save(
                 raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
             contents = collect(runtime, optimizer, scheduler=scheduler, loader=loader, extra=extra)
             if asynchronous:
-                opened = opened._replace(lacking=snapshots.lacking(contents))
+                lacking = snapshots.lacking(contents)
             if fabric.rank == 0:
-                opened = opened._replace(place=_open_folder(target))
+                place = _open_folder(target)
         except Exception as error:
             problem = error
-        place = opened.place
         with _given_up_on_error(place):
-            everybody: list[_Opened] = agree(fabric, problem, opened.told())
+            everybody = agree(fabric, problem, _Opened(None if place is None else place.token, lacking))
             assert contents is not None
-            place = place or everybody[0].place
-            assert place is not None
+            place = place or Place(everybody[0].token, None)
             # Memory is got on all ranks or on none: some would block, the others wait for them in the next step.
             lacking = max(one.lacking for one in everybody)
             got_none = snapshots.allocate(contents) if asynchronous and lacking <= 0 else None
@@ -125,14 +124,10 @@ def save(
 class _Opened(NamedTuple):
     """What ranks tell each other before a save begins."""
 
-    place: Place | None = None
-    """Of rank 0."""
-    lacking: int = 0
+    token: str | None
+    """Of rank 0: what the new folder is called by."""
+    lacking: int
     """Bytes of host memory that a snapshot would take too many."""
-
-    def told(self) -> _Opened:
-        """What others may know: a claim is the process's own."""
-        return self if self.place is None else self._replace(place=self.place._replace(claim=None))
 
 
 @contextmanager
