@@ -5,8 +5,8 @@
 On a GPU every configuration runs for real, alone or as one rank of a fake world (whose collectives move nothing and
 take no time: the plan's links are then infinitely fast). Model states are the storages of live tensors between backward
 and step, peaks are torch's ``max_memory_allocated``, volume is counted at the dispatcher, steps are timed from one to
-the next. Nothing is read from the runtime's own ledger. Without a GPU, small models: states from live tensors, peaks
-from runs without values, no times.
+the next, all configurations in turn and twice. Nothing is read from the runtime's own ledger. Without a GPU, small
+models: states from live tensors, peaks from runs without values, no times.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -49,8 +50,10 @@ ENOUGH = 0.8
 """Share of the cases in which it must not be."""
 NOTHING = 1 << 16
 """Bytes by which a plan may be off anyway: where no states are planned, the scalar behind placeholders is there."""
-WARM, TIMED = 3, 5
+WARM, TIMED = 3, 6
 """Steps. The first two learn the order of units and make the optimizer's states."""
+ROUNDS = 2
+"""How often each is timed, all in turn: the thread that drives a device is not equally quick every minute."""
 WAYS: dict[str, Offload | None] = {
     "none": None,
     "cpu": Offload(),
@@ -120,6 +123,7 @@ def jobs(on_gpu: bool) -> dict[str, Job]:
         "355M": job("355M", 24, 1024, 16, 4),
         "355M, more": job("355M", 24, 1024, 16, 16),
         "774M": job("774M", 36, 1280, 20, 8),
+        "1.5B": job("1.5B", 48, 1600, 25, 8),
     }
 
 
@@ -138,13 +142,15 @@ def cases(on_gpu: bool) -> list[Case]:
     found += [Case(known["124M"], 8, stage, "none", "fp32") for stage in (2, 3)]
     found += [Case(known["124M"], 8, 2, "none", "fp16"), Case(known["124M, all kept"], 8, 3)]
     found += [Case(known["774M"], 64, stage) for stage in (1, 2, 3)]
+    found += [Case(known["1.5B"], 1, 0, way) for way in ("none", "cpu", "cpu, 16-bit states", "cpu, small")]
+    found += [Case(known["1.5B"], 64, stage) for stage in (2, 3)]
     return found
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
     """What a run had; bytes, elements, seconds."""
 
@@ -235,7 +241,7 @@ class Run:
 
 
 def measure(case: Case, device: torch.device) -> Measured:
-    """Runs a configuration, twice where there is a GPU: for memory and volume step by step, for time freely."""
+    """Runs a configuration step by step, for memory and volume."""
     cuda, cpu = device.type == "cuda", torch.device("cpu")
     _clean()
     before, before_host = live(device), live(cpu)
@@ -263,25 +269,27 @@ def measure(case: Case, device: torch.device) -> Measured:
         run.step()
         run.settle()
         del run
-        _clean()
-        seconds = _time(case, device) if cuda else None
-    return Measured(states, host, peak if cuda else _peak_without_values(case), volume.elements, seconds)
+    _clean()
+    return Measured(states, host, peak if cuda else _peak_without_values(case), volume.elements)
 
 
-def _time(case: Case, device: torch.device) -> float:
-    run = Run(case, device, empty=False)
-    for _ in range(WARM):
-        run.backward()
-        run.step()
-    marks = []
-    for number in range(TIMED + 1):  # from one point of a step to the same: what one leaves to the next is paid for
-        run.backward()
-        if number in (0, TIMED):
-            torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-        run.step()
-    run.settle()
-    del run
+def seconds_of_a_step(case: Case, device: torch.device) -> float:
+    """Runs a configuration freely, from one point of a step to the same: what one leaves to the next is paid for."""
+    _clean()
+    with ranks(case.world):
+        run = Run(case, device, empty=False)
+        for _ in range(WARM):
+            run.backward()
+            run.step()
+        marks = []
+        for number in range(TIMED + 1):
+            run.backward()
+            if number in (0, TIMED):
+                torch.cuda.synchronize()
+                marks.append(time.perf_counter())
+            run.step()
+        run.settle()
+        del run
     _clean()
     return (marks[-1] - marks[0]) / TIMED
 
@@ -504,14 +512,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = None
     if device.type == "cuda":
         machine = load(given.profile) if given.profile is not None else calibrate.calibrate(device).machine
+    wanted = [
+        case for case in cases(device.type == "cuda") if given.only in f"{case.job.name} {case.way} {case.precision}"
+    ]
+    rounds = ROUNDS if device.type == "cuda" else 0
+
+    def told(what: str, number: int) -> None:
+        spent = time.perf_counter() - begin
+        print(f"\r{what} {number} of {len(wanted)}, {spent:.0f} s ", end="", file=sys.stderr, flush=True)
+
+    taken: dict[Case, list[float]] = {case: [] for case in wanted}
+    for turn in range(rounds):
+        for number, case in enumerate(wanted, 1):
+            taken[case].append(seconds_of_a_step(case, device))
+            told(f"timed ({turn + 1} of {rounds})", number)
     found = []
-    for case in cases(device.type == "cuda"):
-        if given.only not in f"{case.job.name} {case.way} {case.precision}":
-            continue
+    for number, case in enumerate(wanted, 1):
         variant, place = Variant(case.way, case.offload), hardware(case, device, machine)
         row = Row(variant, from_config(case.job.config), case.setup, place)
-        found.append(Compared(case, row, measure(case, device)))
-        print(f"\r{len(found)} measured, {time.perf_counter() - begin:.0f} s", end="", file=sys.stderr, flush=True)
+        seconds = statistics.mean(taken[case]) if rounds else None
+        found.append(Compared(case, row, replace(measure(case, device), seconds=seconds)))
+        told("measured", number)
     print(file=sys.stderr)
     advised = recommendations(found)
     show(found, advised, Console() if sys.stdout.isatty() else Console(width=170))

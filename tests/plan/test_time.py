@@ -12,7 +12,7 @@ from zeroshard.offload.options import Offload
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load
 from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.time import Bottleneck, StepTime, step_time
+from zeroshard.plan.time import LOSS_BYTES, Bottleneck, StepTime, step_time
 from zeroshard.plan.timeline import Lane, Span, Timeline
 
 H200 = load("h200")
@@ -169,6 +169,28 @@ def test_a_small_model_is_as_fast_as_it_is_launched() -> None:
     divided = replace(LAUNCHED, inside=Link(latency=0.0, bandwidth=1e15))
     two, three = (step_time(tiny, replace(setup, stage=stage, world=8), divided).total for stage in (2, 3))
     assert three - two == pytest.approx(24e-4, rel=0.05), "a gather more in backward"
+
+
+def test_updates_are_launched_too_and_beside_backward_launching_is_slower() -> None:
+    tiny = Transformer(layers=24, hidden=256, heads=4, vocabulary=1000, positions=128)
+    setup = Setup(stage=0, batch=1, sequence=128)
+    more = replace(LAUNCHED.launch, update=4e-3, offload=5e-3, beside=7e-3)
+    first, later = (step_time(tiny, setup, replace(LAUNCHED, launch=one)).total for one in (LAUNCHED.launch, more))
+    assert later - first == pytest.approx(25 * 4e-3, rel=0.05), "24 blocks and the root"
+    offloaded, beside = (
+        step_time(tiny, replace(setup, offload=Offload(update_in_backward=value)), replace(LAUNCHED, launch=more)).total
+        for value in (False, True)
+    )
+    assert beside - offloaded == pytest.approx(24 * 2e-3, rel=0.05)
+
+
+def test_the_loss_passes_over_its_logits() -> None:
+    small, large = (replace(GPT, vocabulary=size) for size in (50_000, 100_000))
+    setup = Setup(stage=0, batch=8)
+    traffic = 8 * 1024 * 50_000 * LOSS_BYTES / H200.device.bandwidth
+    products = 6 * 8 * 1024 * 50_000 * 1600 / H200.device.rate(8 * 1024 * 1600**2, half=True)
+    longer = step_time(large, setup, H200).compute - step_time(small, setup, H200).compute
+    assert longer == pytest.approx(traffic + products, rel=1e-6)
 
 
 def test_launching_hides_behind_a_large_model() -> None:

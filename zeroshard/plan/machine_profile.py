@@ -93,6 +93,10 @@ class Launch:
     """One gather or reduce, and what surrounds it."""
     offload: float = 0.0
     """Sending a gradient off and waiting for new parameters."""
+    beside: float = 0.0
+    """The same where the host updates beside backward, whose thread then shares the interpreter with it."""
+    update: float = 0.0
+    """On the device."""
     step: float = 0.0
     """Of a step, not of a unit: the agreement, and what begins and ends it."""
 

@@ -107,6 +107,8 @@ class Work(NamedTuple):
     """FLOPs of a block's backward, recomputation included, in those of its forward."""
     product: float
     """Multiply-adds of a typical product, on which the speed of all depends."""
+    logits: float = 0.0
+    """Elements that the loss passes over, in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ from .timeline import Lane, Span, Timeline
 
 STEPS = 4
 """Steps that are laid out; the last one is taken, when what one leaves to the next has settled."""
+LOSS_BYTES = 28
+"""Traffic a logit of a softmax in fp32: cast, normalised, and both ways back."""
 LAID_OUT = 3
 """Micro-batches that are laid out; more of them take as long as the last one each."""
 
@@ -116,6 +118,7 @@ def work_of(model: Transformer, setup: Setup) -> Work:
         forward=(head, *[blocks / count] * count),
         backward=3 if setup.checkpointing else 2,
         product=tokens * model.hidden**2 / tensor,
+        logits=tokens * model.vocabulary / tensor,
     )
 
 
@@ -160,6 +163,7 @@ class _Step:
 
         rate = machine.device.rate(work.product, half=width == 2)
         self.forward_seconds = [flops / rate for flops in work.forward]
+        self.loss_seconds = work.logits * LOSS_BYTES / 2 / machine.device.bandwidth  # in forward, and in backward
         self.launch, self.launching, self.parts = machine.launch, 0.0, parts
         self.backward_blocks = work.backward
         head, blocks = work.forward[0], sum(work.forward[1:])
@@ -243,12 +247,12 @@ class _Step:
     def _forward(self) -> None:
         blocks = range(1, self.layers + 1)
         there = self._pass([0, *blocks], gathers=[0, *blocks], seconds=self.forward_seconds, head=False)
-        self._compute(self.forward_seconds[0], 0.0, there[0])
+        self._compute(self.forward_seconds[0] + self.loss_seconds, 0.0, there[0])
 
     def _backward(self) -> None:
         blocks = range(self.layers, 0, -1)
         backward = [2 * self.forward_seconds[0], *(self.backward_blocks * s for s in self.forward_seconds[1:])]
-        self._compute(backward[0], 0.0)
+        self._compute(backward[0] + self.loss_seconds, 0.0)
         gathers = [block for block in blocks if block <= self.layers - self.keep]
         self._pass(list(blocks), gathers=gathers, seconds=backward, head=True)
         self._reduce(0)
@@ -297,7 +301,7 @@ class _Step:
             block += launch.recompute
         unit = collectives * launch.communicate
         if backward and self.offload is not None:
-            unit += launch.offload
+            unit += launch.beside if self._beside_backward else launch.offload
         return block / self.parts + unit
 
     def _compute(self, seconds: float, tensor: float, *after: float) -> None:
@@ -337,7 +341,9 @@ class _Step:
         forward, backward = range(len(self.units)), [*range(self.layers, 0, -1), 0]
         for unit in forward:
             if self.device_update[unit]:
-                done = self.timeline.run(Lane.DEVICE, self.device_update[unit], known)
+                launched = max(self.device_update[unit], self.launch.update)
+                self.launching += launched - self.device_update[unit]
+                done = self.timeline.run(Lane.DEVICE, launched, known)
                 self.ready[unit] = self._send(unit, done)
         if self.offload is None or self.offload.update_in_backward:
             return
