@@ -106,12 +106,9 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
         raise ValueError(f"rank={rank} does not exist in a world of {runtime.fabric.world}")
     wanted = rank is None or rank == runtime.fabric.rank
     values: dict[int, Tensor] = {}
-    for unit in runtime.units:
-        with runtime.gathered([unit]):
-            for parameter in (parameter for flat in unit.flats for parameter in flat.parameters):
-                whole = parallel.whole(parameter, parallel.local(parameter))  # collective, so not for one rank alone
-                if wanted:
-                    values[id(parameter)] = whole.detach().to("cpu", copy=True)
+    for parameter, whole in runtime.whole_parameters():
+        if wanted:
+            values[id(parameter)] = whole.to("cpu", copy=True)
     if not wanted:
         return {}
     with guards.names_only(runtime):

@@ -192,6 +192,13 @@ class Runtime(NotCopyable):
                 "write=True if rank 0's change is to count on all ranks"
             )
 
+    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with its whole values, until the next: one unit at a time is here. Collective, to the end."""
+        for unit in self.units:
+            with self.gathered([unit]):
+                for parameter in (parameter for flat in unit.flats for parameter in flat.parameters):
+                    yield parameter, parallel.whole(parameter, parallel.local(parameter)).detach()
+
     # -- statistics -----------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:

@@ -1,20 +1,114 @@
-"""Saved weights come back as a plain model."""
+"""The weights of a sharded GPT are written parameter by parameter, and come back as a plain model."""
 
+import errno
 import json
+import os
+import time
+import weakref
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+import zeroshard
+from tests.ranks import Pool
+from zeroshard import CheckpointError
+from zeroshard.checkpoint import save, shards
+from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT, ModelConfig
 from zeroshard.train.weights import load_weights, save_weights
 
+CONFIG = ModelConfig(layers=3, hidden=32, heads=2, sequence=8, tied=False)
+LARGEST = 4 * 4 * 32 * 32  # bytes of a block's largest matrix
 
-def test_saved_weights_come_back_as_the_same_model(tmp_path: Path) -> None:
-    config = ModelConfig(layers=1, hidden=32, heads=2, sequence=8, tied=False)
-    model = GPT(config)
-    file = save_weights(tmp_path / "new" / "folder", config, model.state_dict())
-    assert file.name == "model.safetensors"
-    assert json.loads(file.with_name("config.json").read_text())["hidden"] == 32
-    loaded = load_weights(file.parent, torch.device("cpu"))
-    tokens = torch.arange(8)[None]
-    assert torch.equal(loaded(tokens), model(tokens))
+
+def sharded(stage: int) -> Any:
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)[0]
+
+
+def write(folder: str, stage: int, shard_bytes: int) -> dict[str, Tensor]:
+    """Checks on the way that of what was written before, nothing is kept."""
+    alive: list[weakref.ref[Tensor]] = []
+    real = shards.Shards.write
+
+    def watched(self: shards.Shards, name: str, values: Tensor) -> None:
+        assert not [one for one in alive if one() is not None], f"before {name}"
+        alive.append(weakref.ref(values))
+        real(self, name, values)
+
+    model = sharded(stage)
+    expected = zeroshard.full_state_dict(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards.Shards, "write", watched)
+        patch.setattr(zeroshard, "full_state_dict", None)
+        files = save_weights(Path(folder), CONFIG, model, shard_bytes)
+    assert bool(files) == (dist.get_rank() == 0)
+    assert bool(alive) == (dist.get_rank() == 0)
+    return expected
+
+
+@pytest.mark.parametrize(("stage", "shard_bytes"), [(3, LARGEST), (1, 10**9)])
+def test_saved_weights_come_back_as_the_same_model_and_are_never_whole_in_memory(
+    stage: int, shard_bytes: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "new" / "folder"
+    expected = Pool.shared().run(write, 2, {"folder": str(folder), "stage": stage, "shard_bytes": shard_bytes})[0]
+    assert json.loads((folder / "config.json").read_text())["hidden"] == 32
+    assert (len(list(folder.glob("model*.safetensors"))) > 1) == (stage == 3)
+    loaded = load_weights(folder, torch.device("cpu")).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_weights_that_are_written_anew_replace_all_of_those_before(tmp_path: Path) -> None:
+    model = sharded(3)
+    files = save_weights(tmp_path, CONFIG, model, LARGEST)
+    assert files[-1].name == "model.safetensors.index.json"
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    assert [file.name for file in save_weights(tmp_path, CONFIG, model)] == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def on_a_full_disk(folder: str) -> str:
+    calls: list[int] = []
+
+    def full(values: Tensor) -> Any:
+        calls.append(1)
+        if len(calls) > 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(values)
+
+    real = shards.bytes_of
+    model = sharded(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "bytes_of", full)
+        with pytest.raises(CheckpointError) as raised:
+            save_weights(Path(folder), CONFIG, model)
+    assert not os.listdir(folder)
+    save_weights(Path(folder), CONFIG, model)
+    return str(raised.value)
+
+
+def test_a_disk_that_is_full_is_told_on_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    told = Pool.shared().run(on_a_full_disk, 2, {"folder": str(tmp_path)})
+    assert "make room, or write to another disk" in told[0]
+    assert "rank 0 failed: OSError: [Errno 28] No space left" in told[1]
+    load_weights(tmp_path, torch.device("cpu"))
+
+
+def slow_disk() -> None:
+    model = torch.nn.Linear(4, 4)
+    model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stall_timeout=0.6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "TURN_SECONDS", 0.1)
+        fabric = runtime_of(model).fabric
+        save.on_rank_zero(fabric, lambda: time.sleep(1.5))
+
+
+def test_a_disk_that_is_slower_than_ranks_wait_for_each_other_is_waited_for() -> None:
+    Pool.shared().run(slow_disk, 2, {})

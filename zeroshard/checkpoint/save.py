@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from .snapshot import Snapshots
 
 SEEN_WITHIN_SECONDS = 10.0
 """How long a network file system may take to show a rank what another has written."""
+
+TURN_SECONDS = 0.5
 
 _latest: weakref.WeakKeyDictionary[Runtime, Latest] = weakref.WeakKeyDictionary()
 _snapshots: weakref.WeakKeyDictionary[Runtime, Snapshots] = weakref.WeakKeyDictionary()
@@ -189,6 +192,27 @@ def agree(fabric: Fabric, problem: BaseException | None, told: Any = None) -> li
         if text is not None:
             raise CheckpointError(f"rank {rank} failed: {text}")
     return [one for _, one in everybody]
+
+
+def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
+    """Has rank 0 do something that may take longer than ranks wait for each other. Raises on all what went wrong."""
+    done, problem = threading.Event(), []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            problem.append(error)
+        finally:
+            done.set()
+
+    if fabric.rank == 0:
+        threading.Thread(target=run, name="zeroshard rank 0", daemon=True).start()
+    else:
+        done.set()
+    while fabric.maximum([not done.wait(TURN_SECONDS)])[0]:  # every turn finds out whether all ranks are still alive
+        pass
+    agree(fabric, problem[0] if problem else None)
 
 
 def _open_folder(path: Path) -> Place:

@@ -31,26 +31,34 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Output:
-    """A folder of files that all appear when the block ends without an error, and none of which stays otherwise."""
+    """A folder of files that all appear when the block ends without an error, and none of which stays otherwise.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    ``replaces``: weights that were there before go when the new ones appear.
+    """
+
+    def __init__(self, folder: Path, *, replaces: bool = False) -> None:
+        self.folder, self._replaces = folder, replaces
         self._made = not folder.exists()
         self._names: list[str] = []
         self._shown: list[Path] = []
+        self._done = False
 
     def __enter__(self) -> Self:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for file in list(self.folder.iterdir()):  # what one that was killed has left
-            if file.name[:1] == "." and file.suffix == ".tmp" and WEIGHTS.fullmatch(file.name[1:-4]):
-                file.unlink(missing_ok=True)
         return self
 
     def new(self, name: str, start: bytes = b"") -> Path:
         """A file that will have this name; where its bytes go till then. The last one is the last to appear."""
+        if not self._names:
+            self._open()
         self._names.append(name)
         self._hidden(name).write_bytes(start)
         return self._hidden(name)
+
+    def _open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file in list(self.folder.iterdir()):  # what one that was killed has left
+            if file.name[:1] == "." and file.suffix == ".tmp" and WEIGHTS.fullmatch(file.name[1:-4]):
+                file.unlink(missing_ok=True)
 
     def _hidden(self, name: str) -> Path:
         return self.folder / f".{name}.tmp"
@@ -64,7 +72,7 @@ class Output:
     ) -> None:
         if error is None:
             try:
-                self._show()
+                self.show()
             except OSError as failed:
                 error = failed
         if error is not None:
@@ -74,15 +82,22 @@ class Output:
                     f"{self.folder} was not written: {error}; {self._remedy(error, needed)}"
                 ) from error
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Makes all durable, and gives it its names, unless that was done."""
+        if self._done or not self._names:
+            return
         for name in self._names:
             with open(self._hidden(name), "rb") as opened:
                 os.fsync(opened.fileno())
+        if self._replaces:  # before: a mixture of two models must not look like one, whatever happens now
+            for file in [file for file in self.folder.iterdir() if WEIGHTS.fullmatch(file.name)]:
+                file.unlink()
         for name in self._names:
             if not (self.folder / name).exists():
                 self._shown.append(self.folder / name)
             os.replace(self._hidden(name), self.folder / name)
         sync_folder(self.folder)
+        self._done = True
 
     def _remove(self) -> int:
         """Takes back what was written; returns how many bytes that was."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.machine import usable_cores
+from zeroshard.machine import available_memory, usable_cores
 from zeroshard.process_group import start_process_group
 from zeroshard.train.checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
 from zeroshard.train.data import Corpus
@@ -149,7 +149,7 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
                 say(console, "go on with the same command and --resume auto")
             tell_launcher(checkpoints.stopped)
         return
-    weights = zeroshard.full_state_dict(model, rank=0)
+    weights = save_weights(out, job.model, model)
     stage = zeroshard.stats(model).stage
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves early would look like one that failed
@@ -160,7 +160,7 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
     del model, optimizer, scheduler, observer, checkpoints  # room for the sample
     if traced is not None:
         say(console, traced)
-    say(console, f"saved {save_weights(out, job.model, weights)}")
+    say(console, f"saved {weights[-1]}")
     say(console, _sampled_text(job, out, here.device))
     if journal.stats is None:
         say(console, f"all {job.train.steps} steps were made before, so there is nothing measured to show")
@@ -218,7 +218,8 @@ def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
     """Return text from the weights as they were saved, by a model that knows nothing of shards."""
     if not job.train.sample:
         return "no sample was asked for"
-    if device.type == "cuda" and 5 * job.model.parameters > torch.cuda.mem_get_info(device)[0]:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if 5 * job.model.parameters > free:
         return "no sample: the whole model is too large for one device"
     torch.set_num_threads(usable_cores())  # the other ranks have left
     prompt = torch.tensor(list(PROMPT), device=device)

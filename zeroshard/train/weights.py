@@ -1,31 +1,79 @@
-"""Whole weights on disk: `model.safetensors` beside a `config.json` that says which GPT they belong to."""
+"""Whole weights on disk: `model.safetensors`, or shards and an index, and a `config.json` that says which GPT it is."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from zeroshard.checkpoint.save import on_rank_zero
+from zeroshard.checkpoint.shards import SHARD_BYTES, Output, Shards, Whole, as_json
+from zeroshard.guards import names_only
+from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT, ModelConfig
 
 WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 CONFIG = "config.json"
 
 
-def save_weights(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> Path:
-    """Write a model's whole parameters and its shape; returns the file of weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(asdict(config), indent=2) + "\n")
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS)
-    return folder / WEIGHTS
+def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """Write a sharded model's whole parameters and its shape; returns the files, on rank 0, the main one last.
+
+    Every rank calls this. Rank 0 writes parameter by parameter as units are gathered, so no rank ever has the whole
+    model. What goes wrong is raised on all ranks.
+    """
+    runtime = runtime_of(model)
+    with names_only(runtime):
+        names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    parameters = [parameter for unit in runtime.units for flat in unit.flats for parameter in flat.parameters]
+    assert len(parameters) == len(names), "the GPT has no buffers in its state dict, and no parameter under two names"
+    wholes = [Whole(names[id(parameter)], tuple(parameter.shape), parameter.dtype) for parameter in parameters]
+    with Output(folder, replaces=True) as output:
+        writer = _Writer(output, config, wholes, shard_bytes)
+        on_rank_zero(runtime.fabric, writer.begin)
+        for parameter, values in runtime.whole_parameters():
+            if runtime.fabric.rank == 0:
+                values = values.cpu()
+            on_rank_zero(runtime.fabric, partial(writer.write, names[id(parameter)], values))
+        on_rank_zero(runtime.fabric, writer.end)
+    return output.files
+
+
+class _Writer:
+    """What rank 0 does, step by step."""
+
+    def __init__(self, output: Output, config: ModelConfig, wholes: Sequence[Whole], shard_bytes: int) -> None:
+        self._output, self._config, self._wholes, self._shard_bytes = output, config, wholes, shard_bytes
+        self._shards: Shards | None = None
+
+    def begin(self) -> None:
+        self._output.new(CONFIG, as_json(asdict(self._config)))
+        self._shards = Shards(self._output, self._wholes, self._shard_bytes)
+
+    def write(self, name: str, values: Tensor) -> None:
+        assert self._shards is not None
+        self._shards.write(name, values)
+
+    def end(self) -> None:
+        assert self._shards is not None
+        self._shards.finish()
+        self._output.show()
 
 
 def load_weights(folder: Path, device: torch.device) -> GPT:
     """Return the plain, unsharded GPT that `save_weights` wrote."""
     with torch.device("meta"):
         model = GPT(ModelConfig(**json.loads((folder / CONFIG).read_text())))
-    model.load_state_dict(load_file(folder / WEIGHTS, device=str(device)), assign=True)
+    files = [WEIGHTS]
+    if (folder / INDEX).exists():
+        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights |= load_file(folder / file, device=str(device))
+    model.load_state_dict(weights, assign=True)
     return model.eval()
