@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def timed(what: Callable[[], Any]) -> float:
     return float(seconds)
 
 
-def work(rank: int, asked: argparse.Namespace, folder: str, store: str, results: Any) -> None:
+def work(rank: int, asked: argparse.Namespace, folder: str, store: str, results: str) -> None:
     """One rank: both kinds of checkpoint in turn, round by round."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // asked.ranks))
     backend = "gloo" if asked.device == "cpu" else "nccl"
@@ -115,8 +116,11 @@ def work(rank: int, asked: argparse.Namespace, folder: str, store: str, results:
         saving.wait()
         if number:  # the first pays for memory and for code
             rounds.append(found)
+        if rank == 0:
+            told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.items())
+            print(f"round {number} of {asked.rounds}: {told}", file=sys.stderr, flush=True)
     if rank == 0:
-        results.put(rounds)
+        Path(results).write_text(json.dumps(rounds))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -136,18 +140,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to save (default: a temporary one)")
     parser.add_argument("--out", type=Path, help="write all numbers here")
     asked = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        processes = [
-            context.Process(target=work, args=(rank, asked, folder, f"{folder}/store", results))
-            for rank in range(asked.ranks)
-        ]
-        for process in processes:
-            process.start()
-        rounds = results.get()
-        for process in processes:
-            process.join()
+        results = f"{folder}/rounds.json"
+        multiprocessing.spawn(work, args=(asked, folder, f"{folder}/store", results), nprocs=asked.ranks)
+        rounds = json.loads(Path(results).read_text())
     size = 12e6 * asked.parameters
     table = Table(title=f"{asked.parameters:g}M parameters, {size / 1e9:.2f} GB, {asked.ranks} ranks, medians")
     for column in ("", "seconds", "GB/s", "beside", "ratio", "range"):
