@@ -49,7 +49,7 @@ LAYERS = [
     {"plan.checkpoint_time"},
     {"plan.ring"},
     {"plan.machine_profile", "plan.timeline"},
-    {"plan.memory", "plan.shape", "train.gpt", "train.job"},
+    {"plan.memory", "plan.shape", "train.gpt", "train.job", "train.vocabulary"},
     {"offload.shard"},
     {"offload.pipeline"},
     {"offload.dry"},

@@ -140,9 +140,13 @@ def test_our_own_blocks_leave_sixteen_tensors_and_checkpointing_one() -> None:
 
 
 def test_model_parallelism_divides_blocks_and_what_is_inside_them() -> None:
-    whole, half = (budget(GPT2, Setup(stage=0, model_parallel=degree, batch=8)) for degree in (1, 2))
-    assert half.at_step.parameters == pytest.approx(whole.at_step.parameters / 2, rel=0.01)
-    assert whole.peak.activations / 2 < half.peak.activations < whole.peak.activations
+    one, two = (Setup(stage=0, model_parallel=degree, batch=8) for degree in (1, 2))
+    parameters = [budget(GPT2, setup).at_step.parameters for setup in (one, two)]
+    assert parameters[1] == pytest.approx(parameters[0] / 2, rel=0.01)
+    whole, half = transformer_activations(GPT2, one), transformer_activations(GPT2, two)
+    assert whole.backward[-1] / 2 < half.backward[-1] < whole.backward[-1], "the residual stream stays whole"
+    logits = 8 * 1024 * GPT2.vocabulary
+    assert whole.loss - half.loss == pytest.approx((12 - 6 / 2) * logits), "two copies in fp32 less"
 
 
 # -- phases -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from zeroshard.bounds import UPDATE_ELEMENTS
 from zeroshard.cli.main import main
 from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import paper_activations
-from zeroshard.plan.budget import budget
+from zeroshard.plan.budget import Phase, budget
 from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup, Transformer
@@ -38,6 +38,22 @@ def test_the_planned_peak_is_that_of_a_dry_run(stage: int, way: str) -> None:
     needs = budget(from_config(config), setup, 0)
     assert result.at_step.model_states == pytest.approx(needs.at_step.model_states, rel=0.01)
     assert result.peak == pytest.approx(needs.peak.total, rel=0.03)
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_a_large_vocabulary_are_planned_as_they_are(tied: bool, degree: int) -> None:
+    config = ModelConfig(
+        layers=2, hidden=256, heads=4, sequence=512, vocabulary=50304, tied=tied, checkpointing=degree == 1
+    )
+    kept = {} if degree == 1 else {"activations": Activations()}
+    result = dry_gpt(config, 4 * degree, degree=degree, batch=8, stage=2, **kept)
+    setup = Setup(stage=2, world=4, model_parallel=degree, batch=8, sequence=512)
+    needs = budget(from_config(config), setup, 0)
+    assert needs.phase is Phase.LOSS
+    assert result.peak == pytest.approx(needs.peak.total, rel=0.03)
+    one = 8 * 512 * 50304  # logits of all ranks
+    assert result.peak - result.at_rest == pytest.approx((12 if degree == 1 else 6 / 4) * one, rel=0.1)
 
 
 def test_checkpoints_shrink_by_the_degree_and_then_to_nothing() -> None:

@@ -75,12 +75,13 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
     # Head and loss: the last norm, and the softmax in fp32.
     ending = norm_input + norm + stream
     widened = 4 if width < 4 else 0  # bytes a logit of the copy in fp32
+    loss = max(width + widened + 4, 12) if ranks == 1 else width + 4  # divided logits (train.vocabulary) have one copy
     held_head = table if model.tied else 0  # autograd sums the gradients of a tied table before anyone sees them
     below = [number * checkpoint for number in range(model.layers + 1)]
     return Activations(
         saved=int(below[-1] + ending + 4 * logits),
         forward=(2 * stream, *(size + passing for size in below[1:])),
-        loss=int(below[-1] + ending + max((width + widened + 4) * logits, 12 * logits)),
+        loss=int(below[-1] + ending + loss * logits),
         backward=(
             max(stream + 2 * table, 3 * table) if model.tied else stream + table,  # a tied table's two, and their sum
             *(int(size + recomputed + stream + (2 if model.gated else 1) * mlp + held_head) for size in below[1:]),

@@ -138,6 +138,16 @@ class TiedHead(nn.Module):
         return F.linear(x, weight)
 
 
+class Loss(nn.Module):
+    """Mean cross-entropy: no parameter, but a module, which tensor parallelism replaces by one for divided logits."""
+
+    def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
+        """Return the logits where there are no targets."""
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # a 16-bit softmax loses the tail
+
+
 class GPT(nn.Module):
     """Token and position embeddings, blocks, a final norm and a head.
 
@@ -154,6 +164,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = TiedHead() if config.tied else Linear(config.hidden, config.vocabulary, bias=False)
+        self.loss: nn.Module = Loss()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the next token at every position.
@@ -174,9 +185,8 @@ class GPT(nn.Module):
                 x = block(x)
         x = self.norm(x)
         logits: Tensor = self.head(x, self.tokens.weight) if self.config.tied else self.head(x)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # a 16-bit softmax loses the tail
+        result: Tensor = self.loss(logits, targets)
+        return result
 
 
 @torch.no_grad()

@@ -1,21 +1,22 @@
 """The built-in GPT under PyTorch's tensor parallelism: a plan as any user writes one, nothing of zeroshard's own.
 
 It is Megatron's: of attention and MLP, the first matrix is divided by columns and the second by rows, so that each
-block adds up twice over the ranks; embedding and head are divided by vocabulary. Norms and positions stay whole.
+block adds up twice over the ranks; embedding, head and the loss's logits are divided by vocabulary. Norms and positions
+stay whole.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
 
 from zeroshard.train.gpt import GPT
+from zeroshard.train.vocabulary import DividedLoss
 
 PLAN: dict[str, ParallelStyle] = {
     "tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -37,13 +38,8 @@ def parallelise(model: GPT, mesh: DeviceMesh) -> None:
         raise ValueError(f"tensor parallelism of {degree} does not divide the {heads} heads; use a divisor of them")
     parallelize_module(model, mesh, PLAN)
     if model.config.tied:  # its weight is the embedding's, so it has none of its own to be divided
-        parallelize_module(
-            model.head,
-            mesh,
-            PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)),
-        )
-        parallelize_module(
-            model.head, mesh, PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate())
-        )
+        whole = (Replicate(), None)
+        parallelize_module(model.head, mesh, PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole))
     else:
-        parallelize_module(model.head, mesh, ColwiseParallel(output_layouts=Replicate()))
+        parallelize_module(model.head, mesh, ColwiseParallel(use_local_output=False))
+    model.loss = DividedLoss()

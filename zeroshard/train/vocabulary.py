@@ -1,0 +1,74 @@
+"""Cross-entropy of logits that are divided by vocabulary: each rank has those of its tokens, and never all of them.
+
+Gathered, the logits would be the largest tensor of a model with a large vocabulary. Ranks need of each other three
+numbers a position: the highest logit, the sum of exponentials, and the logit of the token that followed. (torch's
+``loss_parallel`` does the same, but a caller's ``backward()`` would have to run inside its context, too.)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+IGNORED = -100
+"""A target that counts for nothing, as in ``torch.nn.functional.cross_entropy``."""
+
+
+class DividedLoss(nn.Module):
+    """The mean over all positions, in fp32: the same on all ranks of the mesh."""
+
+    def forward(self, logits: DTensor, targets: Tensor | None) -> Tensor:
+        """Return the logits, whole, where there are no targets.
+
+        Args:
+            logits: [batch, sequence, vocabulary], divided by its last axis.
+            targets: [batch, sequence], whole on every rank.
+        """
+        if targets is None:
+            return logits.full_tensor()
+        mesh = logits.device_mesh
+        first = math.ceil(logits.shape[-1] / mesh.size()) * mesh.get_local_rank()
+        part = logits.to_local().flatten(0, 1)
+        loss: Tensor = _CrossEntropy.apply(part, targets.flatten(), first, mesh)  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, mesh: DeviceMesh) -> Tensor:
+        own = logits.shape[-1]  # nothing on a last rank that the vocabulary does not reach
+        highest = logits.amax(-1).float() if own else logits.new_full(targets.shape, -math.inf, dtype=torch.float32)
+        highest = _over_ranks(highest, "max", mesh)
+        values = logits.to(torch.float32, copy=True).sub_(highest[:, None])
+        here = (targets >= first) & (targets < first + own)
+        index = torch.where(here, targets - first, 0)[:, None]
+        followed = values.gather(-1, index)[:, 0] * here if own else torch.zeros_like(highest)
+        values.exp_()
+        followed, total = _over_ranks(torch.stack([followed, values.sum(-1)]), "sum", mesh)
+        counted = targets != IGNORED
+        ctx.save_for_backward(values, total, here, index, counted)
+        ctx.dtype = logits.dtype
+        loss: Tensor = ((total.log() - followed) * counted).sum() / counted.sum()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        values, total, here, index, counted = ctx.saved_tensors
+        share = gradient * counted / counted.sum()
+        scale = (share / total)[:, None]
+        result = torch.empty_like(values, dtype=ctx.dtype)
+        torch.mul(values, scale, out=result)
+        if values.shape[-1]:
+            at_target = values.gather(-1, index) * scale - (share * here)[:, None]
+            result.scatter_(-1, index, at_target.to(ctx.dtype))
+        return result, None, None, None
+
+
+def _over_ranks(value: Tensor, operation: str, mesh: DeviceMesh) -> Tensor:
+    joined = DTensor.from_local(value, mesh, [Partial(operation)], run_check=False).redistribute(mesh, [Replicate()])
+    return joined.to_local()
