@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
+from .flat import Flat
 from .hook import Hook
 from .runtime import Runtime
-from .unit import Flat
 
 
 def install(runtime: Runtime) -> None:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .comm import DisagreementError
+from .flat import Flat, MasterPiece
 from .offload.kernel import Rule
 from .offload.options import Offload
 from .offload.pipeline import Factor, Pipeline
 from .offload.rules import moment_names, rule_of
 from .offload.shard import HostShard
 from .reducer import gradient_of
-from .unit import Flat, MasterPiece
 
 
 class HostUpdate:

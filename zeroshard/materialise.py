@@ -34,7 +34,8 @@ from torch.overrides import TorchFunctionMode
 from . import compat, parallel
 from .comm import Fabric
 from .config import EMPTY, Config
-from .unit import Flat, Presence, Unit
+from .flat import Flat, Presence
+from .unit import Unit
 from .weights import Weights
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from .buffers import Buffers
 from .comm import Fabric
+from .flat import Flat
 from .parallel import local
 from .precision import local_norms, tensors_in
-from .unit import Flat, Unit
+from .unit import Unit
 
 Policy = Literal["skip", "stop", "raise"]
 

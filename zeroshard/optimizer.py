@@ -19,6 +19,7 @@ from . import compat
 from .bounds import FIRST_ELEMENTS, UPDATE_ELEMENTS
 from .comm import Fabric
 from .config import Config
+from .flat import Flat, MasterPiece
 from .hosted import HostUpdate, missing_gradient
 from .nonfinite import Faults
 from .offload.pipeline import Pipeline
@@ -26,7 +27,6 @@ from .piece_states import PieceStates
 from .precision import LossScaler, check_replicas_agree, clip_factor, global_norm
 from .reducer import Reducer, gradient_of
 from .schedule import Schedule
-from .unit import Flat, MasterPiece
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

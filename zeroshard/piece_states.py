@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from . import parallel
 from .comm import Fabric
+from .flat import Flat, MasterPiece
 from .hosted import HostUpdate
 from .shardable import ELEMENTWISE
-from .unit import Flat, MasterPiece
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""

@@ -46,6 +46,11 @@ class Placeholders:
         for scalar in self._scalars.values():
             scalar.fill_(math.nan)
 
+    def check_now(self) -> None:
+        """``check``, where looking at the value of now does not wait for a device."""
+        if self._device.type == "cpu":
+            self.check()
+
     def check(self) -> None:
         """Raises if somebody wrote to one behind autograd's back. On CUDA it looks at what the last call saw.
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from . import compat
 from .comm import DisagreementError, Fabric
 from .config import LossScale
+from .flat import Flat
 from .reducer import gradient_of
-from .unit import Flat
 
 Leaf = TypeVar("Leaf")
 

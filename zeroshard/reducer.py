@@ -20,9 +20,10 @@ from collections.abc import Iterable
 from .bounds import IN_FLIGHT
 from .buffers import Buffers
 from .comm import DisagreementError, Fabric
+from .flat import Flat
 from .gradient import FlatGradient
 from .lane import Lane
-from .unit import Flat, Unit
+from .unit import Unit
 
 
 class Reducer:

@@ -16,6 +16,7 @@ from .activations.kept import Stores
 from .buffers import Buffers
 from .comm import Fabric
 from .config import Config
+from .flat import Turns
 from .hook import NotCopyable
 from .layout import find_units
 from .materialise import adopt_values
@@ -29,7 +30,7 @@ from .reducer import Reducer
 from .schedule import Schedule
 from .table import state_table
 from .traffic import Traffic
-from .unit import Turns, Unit
+from .unit import Unit
 
 _ATTRIBUTE = "_zeroshard_runtime"
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from . import compat, parallel
 from .config import Config
+from .flat import Flat, Presence
 from .hook import Hook
 from .nonfinite import Faults
 from .observe import trace
 from .precision import LossScaler, cast_floating, map_tensors, tensors_in
 from .reducer import Reducer, gradient_of
 from .table import Extent, Place, StateTable
-from .unit import Flat, Presence, Unit
+from .unit import Unit
 
 
 class _Order:

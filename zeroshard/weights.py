@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from .flat import Flat
 from .layout import Slot
-from .unit import Flat
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

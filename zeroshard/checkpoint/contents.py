@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from .. import parallel
 from ..comm import Fabric
+from ..flat import Flat, MasterPiece
 from ..guards import names_only
 from ..layout import Piece, Range
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime
-from ..unit import Flat, MasterPiece
 from . import random_state
 from .boxes import Region, whole_box
 from .describe import describe

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from .. import compat, parallel
 from ..comm import Fabric
+from ..flat import Flat
 from ..layout import Range
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
-from ..unit import Flat
 from . import random_state
 from .contents import buffers_of, extra_states_of, local_region, region_of
 from .folder import candidates

@@ -10,8 +10,9 @@ import torch
 from .. import compat, machine
 from ..comm import Fabric
 from ..config import Config
+from ..flat import Flat, Turns
 from ..layout import Slot
-from ..unit import Flat, Turns, Unit
+from ..unit import Unit
 from .options import Offload
 from .pipeline import Pipeline
 from .placement import stay_on_device, stay_within

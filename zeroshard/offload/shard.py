@@ -9,13 +9,12 @@ from torch import Tensor
 
 from .. import compat
 from ..observe import trace
-from .kernel import Batch, Rule, Segment
+from .kernel import Batch, Rule
+from .landed import LandedGradient
 from .pipeline import Factor, Pipeline, Publication
 from .ring import Ring, Staging
-from .states import HostPiece, HostStates, join, remainder, round_to
-
-KEPT_TABLES = 32
-"""Of the kernel's for one flat: one for each buffer that its gradient may be in, and each set of parameters in use."""
+from .states import HostStates, join, remainder, round_to
+from .tables import Tables
 
 
 class HostShard:
@@ -38,13 +37,11 @@ class HostShard:
         self._target: Tensor | None = None
         self._norm: Tensor | None = None
         self._norm_part = slice(None)
-        self._landed = 0
-        self._updated = 0
-        self._occupied = False
-        self._summed = False
-        self._square_sum: float | None = None
+        self._last_landing = 0
+        self._last_update = 0
         self._sent: torch.cuda.Event | None = None
-        self._batches: dict[tuple[int, int, tuple[int, ...]], Batch] = {}
+        self.landed = LandedGradient(states, pipeline.pool)
+        self.tables = Tables(states, pipeline.pool)
 
     @property
     def landing(self) -> list[Tensor]:
@@ -143,10 +140,10 @@ class HostShard:
         norm = None
         if pipeline.norms and not self.received and not wide:
             norm = compat.norms([gradient[self._norm_part]], torch.float64)[0]
-        produced, updated = pipeline.now(), self._updated
+        produced, updated = pipeline.now(), self._last_update
         pipeline.count(trace.DOWN, gradient.nbytes)
         self._count_publication(publication)
-        self._landed = self._admit(gradient, lambda: self._land(gradient, produced, updated, publication))
+        self._last_landing = self._admit(gradient, lambda: self._land(gradient, produced, updated, publication))
         self.received, self._norm = self.received + 1, norm
 
     def _admit(self, gradient: Tensor, land: Callable[[], None]) -> int:
@@ -161,9 +158,9 @@ class HostShard:
 
     def publish_held(self, publication: Publication) -> None:
         """Publishes a delayed update whose unit got no gradient."""
-        over, updated = self._pipeline.now(), self._updated
+        over, updated = self._pipeline.now(), self._last_update
         self._count_publication(publication)
-        self._landed = self._pipeline.mover.submit(lambda: self._publish_held(publication, over, updated))
+        self._last_landing = self._pipeline.mover.submit(lambda: self._publish_held(publication, over, updated))
 
     def norm(self) -> Tensor | float | None:
         """The 2-norm of the gradient's part that counts; None if there is none."""
@@ -176,23 +173,16 @@ class HostShard:
             )
         if self.received == 1 and self._norm is not None:
             return self._norm
-        self._pipeline.mover.wait(self._landed)
-        if self._square_sum is None:
-            self._square_sum = self._pipeline.pool.square_sum(self.gradient[self._norm_part])
-        return float(self._square_sum**0.5)
+        self._pipeline.mover.wait(self._last_landing)
+        return float(self.landed.square_sum(self._norm_part) ** 0.5)
 
     def rescale(self, factor: Tensor) -> None:
         """Multiplies what has been received: more micro-batches will come, which the factor is not for."""
         self._pipeline.expect_sums()
         factor_read = Factor(factor)
 
-        def job() -> None:
-            total = self._sum()
-            total.mul_(factor_read.read())
-            self._square_sum = None
-
         self._norm = None
-        self._landed = self._pipeline.mover.submit(job)
+        self._last_landing = self._pipeline.mover.submit(lambda: self.landed.scale(factor_read.read()))
 
     def discard(self, slots: set[int] | None) -> None:
         """Zeroes the gradients of some parameters, or forgets all of them."""
@@ -201,13 +191,13 @@ class HostShard:
             self.forget()
         elif self.received:
             self._norm = None
-            self._landed = self._pipeline.mover.submit(lambda: self._zero(slots))
+            self._last_landing = self._pipeline.mover.submit(lambda: self.landed.zero(slots))
 
     def forget(self) -> None:
         """Drops what was received and not updated with."""
         self.check_not_updated()
         if self.received:
-            self._landed = self._pipeline.mover.submit(self.empty)
+            self._last_landing = self._pipeline.mover.submit(self.landed.empty)
         self.received, self._norm = 0, None
 
     def acknowledge(self) -> None:
@@ -244,8 +234,8 @@ class HostShard:
         self.held = publication is None
         self.acknowledge()
         self._count_update(publication)
-        task = _Update(self, rules, factor, over, publication, landed=self._landed, following=following)
-        self._updated = self._pipeline.update(task)
+        task = _Update(self, rules, factor, over, publication, landed=self._last_landing, following=following)
+        self._last_update = self._pipeline.update(task)
 
     def update_early(self, gradient: Tensor, rules: dict[int, Rule], publication: Publication) -> None:
         """Lands a gradient and updates with it at once."""
@@ -268,10 +258,10 @@ class HostShard:
                 if place.free_after is not None:
                     place.free_after.synchronize()
             self._admit_another(gradient)
-            self._updated = pipeline.update(task)
+            self._last_update = pipeline.update(task)
 
         with pipeline.failing_together():
-            self._landed = self._admit(gradient, land)
+            self._last_landing = self._admit(gradient, land)
         self.received, self.updated_early = 1, True
 
     def _count_update(self, publication: Publication | None) -> None:
@@ -292,8 +282,7 @@ class HostShard:
     def _land(
         self, gradient: Tensor, produced: torch.cuda.Event | None, updated: int, publication: Publication | None
     ) -> None:
-        pipeline, slot = self._pipeline, self.states.slot
-        assert slot is not None
+        pipeline = self._pipeline
         pipeline.updater.wait(updated)  # the last update may still read the slot
         if publication is not None:
             self._publish_held(publication, produced, updated)
@@ -302,52 +291,18 @@ class HostShard:
             with pipeline.on_stream(pipeline.down, produced):
                 values = gradient.cpu()
             self._admit_another(gradient)
-            total = self._sum()
-            pipeline.pool.accumulate(total, values, first=not self._summed)
-            self._summed, self._square_sum = True, None
+            self.landed.add(values)
             return
-        several = self._occupied or self._summed
-        if several:
-            self._sum()
-        pipeline.down_from(gradient, slot, self.label, produced, self._sent)
+        several = self.landed.make_room()
+        pipeline.down_from(gradient, self.landed.slot, self.label, produced, self._sent)
         self._admit_another(gradient)
-        self._occupied = True
-        if several:
-            self._sum()
-            if pipeline.norms:
-                self._square_sum = pipeline.pool.square_sum(self.gradient[self._norm_part])
-
-    def _zero(self, slots: set[int]) -> None:
-        for piece in self.states.pieces:
-            if piece.slot in slots:
-                self.states.part(self.gradient, piece).zero_()
-        self._square_sum = None
-
-    def empty(self) -> None:
-        self._occupied = self._summed = False
-        self._square_sum = None
+        self.landed.arrive(several)
+        if several and pipeline.norms:
+            self.landed.square_sum(self._norm_part)  # now, beside backward, rather than when it is asked for
 
     def _admit_another(self, gradient: Tensor) -> None:
         self._landing.pop(id(gradient), None)
         self._pipeline.room.release()
-
-    def _sum(self) -> Tensor:
-        """Adds what is in the slot to the sum, exactly."""
-        total = self.states.new_total()
-        if self._occupied:
-            assert self.states.slot is not None
-            self._pipeline.pool.accumulate(total, self.states.slot, first=not self._summed)
-            self._occupied, self._summed = False, True
-        return total
-
-    @property
-    def gradient(self) -> Tensor:
-        """What has landed: in the slot, or added up."""
-        if self._summed:
-            assert self.states.total is not None
-            return self.states.total
-        assert self.states.slot is not None
-        return self.states.slot
 
     def _publish_held(self, publication: Publication, over: torch.cuda.Event | None, updated: int) -> None:
         self._pipeline.updater.wait(updated)
@@ -398,37 +353,6 @@ class HostShard:
             if piece.slot not in updated:
                 states.part(output, piece).copy_(round_to(states.part(states.stored, piece), states.dtype))
 
-    def batch(
-        self, gradient: Tensor, output: Tensor, used: tuple[int, ...], instead: Tensor | None = None
-    ) -> tuple[Batch, list[int]]:
-        """The kernel's table for some parameters and the buffers they are in now, and whose rule each entry takes.
-
-        Tables are kept, but for a gradient that comes ``instead`` of the buffer's.
-        """
-        pieces = [piece for piece in self.states.pieces if piece.slot in used]
-        key = (compat.pointer(gradient), compat.pointer(output), used)
-        batch = self._batches.get(key)
-        if batch is None or instead is not None:
-            source = gradient if instead is None else instead
-            batch = self._pipeline.pool.prepare([self._segment(source, output, piece) for piece in pieces])
-            if instead is None:
-                if len(self._batches) >= KEPT_TABLES:  # the parameters in use change from step to step
-                    self._batches.clear()
-                self._batches[key] = batch
-        return batch, [piece.slot for piece in pieces]
-
-    def _segment(self, gradient: Tensor, output: Tensor, piece: HostPiece) -> Segment:
-        states = self.states
-        return Segment(
-            gradient=states.part(gradient, piece),
-            master=states.part(states.stored, piece),
-            parameter=None if output is states.stored else states.part(output, piece),
-            moments=states.moments(piece),
-            rule=None,
-            key=piece.key,
-            start=piece.start,
-        )
-
     def publish(
         self, source: Tensor, publication: Publication, over: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
@@ -462,7 +386,7 @@ class _Update:
     ) -> None:
         self.label, self.numel, self.factor = shard.label, shard.states.numel, factor
         self._shard, self._rules, self._over, self._publication = shard, rules, over, publication
-        self._landed, self._following, self._place, self._high = landed, following, place, high
+        self._last_landing, self._following, self._place, self._high = landed, following, place, high
         self._output: Tensor | None = None
         self.wide_gradient: Tensor | None = None
         """In more precision than a buffer of the ring has."""
@@ -471,13 +395,13 @@ class _Update:
         """Waits for what the update reads, and for copies that still read what it writes."""
         shard, place = self._shard, self._place
         if place is None:
-            self._high = shard.wait_for_inputs(self._landed, self._over, self._following)
+            self._high = shard.wait_for_inputs(self._last_landing, self._over, self._following)
         shard.wait_for_outputs(self._over)
         if self._high is not None:
             self._high.wait()
-        gradient = shard.gradient if place is None else place.tensor
+        gradient = shard.landed.value if place is None else place.tensor
         self._output = shard.output(gradient) if self._high is None else self._high.tensor
-        batch, slots = shard.batch(gradient, self._output, tuple(sorted(self._rules)), self.wide_gradient)
+        batch, slots = shard.tables.find(gradient, self._output, tuple(sorted(self._rules)), self.wide_gradient)
         return batch, [self._rules[slot] for slot in slots]
 
     def finish(self) -> None:
@@ -486,7 +410,7 @@ class _Update:
         self._shard.complete(self._output, self._rules)
         sent = None
         if self._place is None:
-            self._shard.empty()
+            self._shard.landed.empty()
         if self._publication is not None:
             sent = self._shard.publish(self._output, self._publication, self._over)
         for place in (self._place, self._high):

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import compat
 from ..api import shard, stats
+from ..flat import Flat
 from ..observe.ledger import Memory
 from ..runtime import Runtime, runtime_of
 from ..traffic import Traffic
-from ..unit import Flat
 
 STEPS = 3
 """The first two steps learn the order of units and make the optimizer's states; one more looks at the peak by kind."""
