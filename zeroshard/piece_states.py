@@ -43,6 +43,7 @@ class PieceStates:
     ) -> None:
         self._state, self._flats, self._kind = state, flats, kind
         self._host, self._fabric, self._group_of = host, fabric, group_of
+        self._loads = 0
 
     def settled(self) -> defaultdict[Tensor, dict[str, Any]]:
         """All of it, after the updates that are under way on the host."""
@@ -51,10 +52,18 @@ class PieceStates:
             self._host.show_steps()
         return self._state
 
+    def shape(self) -> tuple[int, int, int]:
+        """Changes when states come into being or are loaded, for the memory ledger: no step changes their sizes."""
+        return (
+            self._loads,
+            len(self._state),
+            sum(len(state) for state in self._state.values() if isinstance(state, dict)),
+        )
+
     def on_device(self) -> list[Tensor]:
         """The states that live on the device, for the memory ledger."""
         on_host = set() if self._host is None else {piece.tensor for f in self._host.flats for piece in f.pieces}
-        states = [state for piece, state in self._state.items() if piece not in on_host]
+        states = [state for piece, state in self._state.items() if isinstance(piece, Tensor) and piece not in on_host]
         return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
 
     def take_over(self, original: torch.optim.Optimizer) -> None:
@@ -206,6 +215,7 @@ class PieceStates:
         if self._host is not None:
             self._host.forget_states()
         self._state.clear()
+        self._loads += 1
 
     def room_for(self, flat: Flat, piece: MasterPiece, name: str, dtype: torch.dtype) -> Tensor | None:
         """Memory for one state of a piece, to be filled; None where this optimizer has no such state."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import compat, parallel
 from .activations.arena import DeviceArena
@@ -21,7 +21,7 @@ from .hook import NotCopyable
 from .layout import find_units
 from .materialise import adopt_values
 from .nonfinite import Faults
-from .observe.ledger import Memory, Stats, measure, measure_host
+from .observe.ledger import Ledger, Memory, Stats, measure_host
 from .offload.place import place_on_host
 from .optimizer import ShardedOptimizer
 from .placeholder import Placeholders
@@ -73,7 +73,6 @@ class Runtime(NotCopyable):
         self._volume: dict[str, Traffic] = {}
         self._volume_between: dict[str, Traffic] = {}
         self._volume_model: dict[str, Traffic] = {}
-        self._memory_at_step: Memory | None = None
         self._host_traffic: dict[str, int] = {}
         self.optimizer: ShardedOptimizer | None = None
         self.names_only = False
@@ -114,6 +113,7 @@ class Runtime(NotCopyable):
                 after_step=self._after_step,
                 on_error=self._failed,
             )
+        self._ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._keep_activations()
         if self.arena is not None:
             for gradient in self.reducer.gradients:
@@ -218,7 +218,7 @@ class Runtime(NotCopyable):
             memory=self.memory(),
             host_memory=None if self.pipeline is None else measure_host(self.pipeline),
             host_traffic=dict(self._host_traffic),
-            memory_at_step=self._memory_at_step,
+            memory_at_step=self._ledger.at_step(),
             grad_norm=None if norm is None or compat.is_fake(norm) else float(norm),
             steps=0 if optimizer is None else optimizer.steps,
             skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
@@ -228,16 +228,11 @@ class Runtime(NotCopyable):
 
     def memory(self) -> Memory:
         """This rank's memory now, by kind."""
-        return measure(self.model, self.units, self._optimizer_tensors())
-
-    def _optimizer_tensors(self) -> list[Tensor]:
-        if self.optimizer is None:
-            return []
-        return self.optimizer.piece_states.on_device()
+        return self._ledger.now()
 
     def _before_step(self) -> None:
         self.placeholders.check()
-        self._memory_at_step = self.memory()
+        self._ledger.note_step()
 
     def _failed(self, error: Exception) -> None:
         if self.on_error is not None:

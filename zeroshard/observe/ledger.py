@@ -1,14 +1,19 @@
-"""Where the bytes are: model states by kind, read off the live buffers, never kept as counters that could drift."""
+"""Where the bytes are: model states by kind, read off the live buffers, never kept as counters that could drift.
+
+A step notes what it is about to consume, which is not there any more when somebody asks: gradients, and units that are
+gathered. What rests is read when it is asked for; the optimizer's states too, unless the step is what makes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor, nn
 
 from .. import compat
 from ..offload.pipeline import Pipeline
+from ..piece_states import PieceStates
 from ..table import Place
 from ..traffic import Traffic
 from ..unit import Unit
@@ -87,25 +92,59 @@ class Stats:
         return sum(traffic.elements for traffic in self.volume.values())
 
 
-def measure(model: nn.Module, units: Iterable[Unit], optimizer_tensors: Iterable[Tensor]) -> Memory:
-    """This rank's memory at this moment."""
-    flats = [flat for unit in units for flat in unit.flats]
-    gradients: list[Tensor] = []
-    accumulators: list[Tensor] = []
-    for flat in flats:
-        if flat.gradient is not None:
-            held, extra = flat.gradient.tensors()
-            gradients += held
-            accumulators += extra
-    masters = [flat.master for flat in flats if flat.separate_master and flat.host is None]
-    return Memory(
-        parameters=_bytes(flat.shard for flat in flats if flat.has_shard),
-        gradients=_bytes(gradients) + sum(f.gradient.arena_bytes for f in flats if f.gradient is not None),
-        accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators),
-        optimizer_states=_bytes([*masters, *optimizer_tensors]),
-        gathered=_bytes(flat.whole for flat in flats if flat.sharded),
-        buffers=_bytes(model.buffers()),
-    )
+class Ledger:
+    """The memory of one model on this rank."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], states: PieceStates | None) -> None:
+        self._model, self._states = model, states
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._gathering = [flat for flat in self._flats if flat.sharded]
+        self._noted: Memory | None = None
+        self._known_states: tuple[object, int] = (None, 0)
+
+    def now(self) -> Memory:
+        """This rank's memory at this moment."""
+        return replace(self._with_resting(self._passing()), optimizer_states=self._optimizer_states())
+
+    def note_step(self) -> None:
+        """Between backward and update."""
+        shape = None if self._states is None else self._states.shape()
+        if shape != self._known_states[0]:
+            self._known_states = (shape, self._optimizer_states())
+        self._noted = replace(self._passing(), optimizer_states=self._known_states[1])
+
+    def at_step(self) -> Memory | None:
+        """As it was between backward and update of the last step; None if there was none."""
+        return None if self._noted is None else self._with_resting(self._noted)
+
+    def _passing(self) -> Memory:
+        """What comes and goes within a step."""
+        gradients: list[Tensor] = []
+        accumulators: list[Tensor] = []
+        in_arena = 0
+        for flat in self._flats:
+            if flat.gradient is not None:
+                held, extra = flat.gradient.tensors()
+                gradients += held
+                accumulators += extra
+                in_arena += flat.gradient.arena_bytes
+        return Memory(
+            gradients=_bytes(gradients) + in_arena,
+            accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators) if accumulators else 0,
+            gathered=_bytes(flat.whole for flat in self._gathering),
+        )
+
+    def _with_resting(self, memory: Memory) -> Memory:
+        """With what no step changes the size of."""
+        return replace(
+            memory,
+            parameters=_bytes(flat.shard for flat in self._flats if flat.has_shard),
+            buffers=_bytes(self._model.buffers()),
+        )
+
+    def _optimizer_states(self) -> int:
+        masters = [flat.master for flat in self._flats if flat.separate_master and flat.host is None]
+        return _bytes([*masters, *([] if self._states is None else self._states.on_device())])
 
 
 def measure_host(pipeline: Pipeline) -> Memory:
