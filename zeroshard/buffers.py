@@ -33,6 +33,8 @@ class Buffers:
         self._model, self._fabric = model, fabric
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         self._kept: dict[tuple[nn.Module, str], _Kept] = {}
+        self._empty: set[tuple[nn.Module, str]] = set()
+        """Those that were None."""
         self.differ = False
         """Some rank wrote to a buffer, as the ranks agreed."""
         self.look()
@@ -53,6 +55,7 @@ class Buffers:
 
         ``anew``: of all, for what is written past autograd leaves no trace.
         """
+        self._empty = {(module, name) for module in self._model.modules() for name in compat.empty_buffers(module)}
         before, self._kept = self._kept, {}
         for key, buffer in self._named():
             kept, version = before.get(key), compat.version(buffer)
@@ -63,6 +66,11 @@ class Buffers:
     def recall(self) -> None:
         """Goes back to what was remembered: the same objects, with the same values."""
         now = dict(self._named())
+        for module, name in now.keys() - self._kept.keys():  # made since
+            if (module, name) in self._empty:
+                setattr(module, name, None)
+            else:
+                delattr(module, name)
         for (module, name), kept in self._kept.items():
             if now.get((module, name)) is not kept.buffer:
                 setattr(module, name, kept.buffer)

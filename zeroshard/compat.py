@@ -63,6 +63,11 @@ def version(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def empty_buffers(module: nn.Module) -> list[str]:
+    """Names of a module's buffers that are None, which ``named_buffers()`` leaves out."""
+    return [name for name, buffer in module._buffers.items() if buffer is None]
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """A DTensor's local part itself, where ``to_local()`` gives a view of it; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -73,6 +73,7 @@ class PieceStates:
                 parameter = flat.parameters[piece.slot]
                 if parameter in original.state:
                     self._load_piece(flat, piece, _with_whole_tensors(original.state[parameter]))
+        self.take_common({key: value for key, value in original.state.items() if not isinstance(key, Tensor)})
         original.state.clear()
 
     def _load_piece(self, flat: Flat, piece: MasterPiece, state: dict[str, Any]) -> None:
@@ -110,7 +111,7 @@ class PieceStates:
             members = range(start, start + len(group["params"]))
             groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": list(members)})
             start = members.stop
-        return {"state": dict(sorted(packed.items())), "param_groups": groups}
+        return {"state": {**dict(sorted(packed.items())), **self.common()}, "param_groups": groups}
 
     def load_state_dict(self, param_groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
         """Takes a whole state in torch's format, into the groups too. Collective."""
@@ -127,6 +128,8 @@ class PieceStates:
         members = [p for group in param_groups for p in group["params"]]
         states = {id(p): state_dict["state"].get(key) for key, p in zip(order, members, strict=True)}
         self.forget()
+        common = {key: value for key, value in state_dict["state"].items() if key not in set(order)}
+        self.take_common(copy.deepcopy(common))
         with torch.no_grad():
             for flat in self._flats:
                 loaded = False

@@ -65,3 +65,36 @@ def test_a_step_that_is_left_out_does_not_enter_buffers_before_and_after_a_load(
     assert torch.equal(other.mean, good)
     train(other, resumed)
     assert torch.equal(other.mean, model.mean)
+
+
+class Lazy(nn.Module):
+    """Makes its buffers when it first needs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.seen is None:
+            self.seen = y.detach().mean(0)
+        if not hasattr(self, "first"):
+            self.register_buffer("first", y.detach().sum(0))
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_buffers_that_a_bad_step_made_are_gone_and_those_of_a_good_one_stay() -> None:
+    torch.manual_seed(0)
+    model = Lazy()
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), on_nonfinite="skip")
+    train(model, optimizer, math.nan)
+    assert model.seen is None
+    assert not hasattr(model, "first")
+    train(model, optimizer)
+    good = model.seen.clone(), model.first.clone()
+    train(model, optimizer, math.nan)
+    assert optimizer.skipped_steps == 2
+    assert torch.equal(model.seen, good[0])
+    assert torch.equal(model.first, good[1])

@@ -63,13 +63,28 @@ def test_states_of_an_optimizer_of_ones_own_keep_their_dtype_and_what_belongs_to
     zeroshard.save(tmp_path / "saved", model, optimizer)
     other, resumed = own(torch.bfloat16, history=3)
     zeroshard.load(tmp_path / "saved", other, resumed)
-    for mine, theirs in zip(
-        resumed.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True
-    ):
+    whole, restored = optimizer.state_dict()["state"], resumed.state_dict()["state"]
+    assert list(whole) == list(restored) == [0, 1, "all"]
+    for mine, theirs in ((restored[number], whole[number]) for number in range(2)):
         assert mine["momentum"].dtype is torch.float32
         assert torch.equal(mine["momentum"], theirs["momentum"])
         assert torch.equal(mine["history"], theirs["history"])
     assert resumed.state["all"] == optimizer.state["all"] == {"calls": 3}
+
+
+def test_a_state_dict_has_what_belongs_to_no_parameter_as_torchs_has() -> None:
+    model, optimizer = own(torch.float32)
+    for _ in range(3):
+        train(model, optimizer)
+    _, resumed = own(torch.float32)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.state["all"] == {"calls": 3}
+    plain = nn.Linear(4, 4)
+    unsharded = Own(plain.parameters())
+    unsharded.load_state_dict(optimizer.state_dict())
+    assert unsharded.state_dict()["state"]["all"] == {"calls": 3}
+    _, again = zeroshard.shard(plain, unsharded, elementwise=True)
+    assert again.state["all"] == {"calls": 3}
 
 
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
@@ -201,4 +216,4 @@ def test_a_split_master_is_put_together_once_and_one_at_a_time_and_counted(
     snapshot = sum(aligned(piece.nbytes) for piece in contents.held)
     for room, fits in ((snapshot + largest, True), (snapshot + largest - 1, False)):
         monkeypatch.setattr("zeroshard.machine.available_memory", lambda room=room: RESERVE + room)
-        assert (Snapshots(runtime.fabric).room_for(contents) is None) is fits
+        assert (Snapshots(runtime.fabric).lacking(contents) <= 0) is fits
