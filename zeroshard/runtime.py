@@ -216,7 +216,7 @@ class Runtime(NotCopyable):
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
             memory=self.memory(),
-            host_memory=None if self.pipeline is None else measure_host(self.pipeline),
+            host_memory=self._host_memory(),
             host_traffic=dict(self._host_traffic),
             memory_at_step=self._ledger.at_step(),
             grad_norm=None if norm is None or compat.is_fake(norm) else float(norm),
@@ -225,6 +225,12 @@ class Runtime(NotCopyable):
             loss_scale=None if self.scaler is None else self.scaler.scale,
             stop_reason=self.faults.stop_reason,
         )
+
+    def _host_memory(self) -> Memory | None:
+        pool = None if self.checkpoints is None else self.checkpoints.stores.host
+        if self.pipeline is None and pool is None:
+            return None
+        return measure_host(self.pipeline, 0 if pool is None else pool.bytes)
 
     def memory(self) -> Memory:
         """This rank's memory now, by kind."""

@@ -28,6 +28,7 @@ from tests.training import STAGES, adamw
 from zeroshard import Activations
 from zeroshard.activations.kept import Kept
 from zeroshard.runtime import runtime_of
+from zeroshard.table import Place
 
 PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
@@ -218,6 +219,25 @@ def test_structures_of_any_shape_and_calls_inside_calls_come_back_as_they_went(o
         model.train(checkpointed)
         results.append((train(model, optimizer, 0), zeroshard.full_state_dict(model)))
     assert_same_bits(results[1], results[0], options)
+
+
+@on_ranks(2)
+def test_the_host_memory_that_checkpoints_wait_in_is_told() -> None:
+    *_, on_device = trained(None, stage=2, activations=Activations())
+    assert zeroshard.stats(on_device).host_memory is None
+    *_, model = trained(None, width=64, stage=2, activations=Activations(offload=True))
+    host = zeroshard.stats(model).host_memory
+    assert host is not None
+    assert host.place is Place.HOST
+    assert host.total == host.checkpoints == 3 * 6 * 64 * 4
+    assert host.model_states == 0
+    *_, both = trained(None, width=64, stage=2, activations=Activations(offload=True), offload="cpu")
+    *_, states = trained(None, width=64, stage=2, offload="cpu")
+    of_both, of_states = zeroshard.stats(both).host_memory, zeroshard.stats(states).host_memory
+    assert of_both is not None
+    assert of_states is not None
+    assert of_states.checkpoints == 0
+    assert of_both == dataclasses.replace(of_states, checkpoints=host.checkpoints)
 
 
 @on_ranks(2)

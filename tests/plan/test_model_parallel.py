@@ -38,6 +38,8 @@ def test_the_planned_peak_is_that_of_a_dry_run(stage: int, way: str) -> None:
     needs = budget(from_config(config), setup, 0)
     assert result.at_step.model_states == pytest.approx(needs.at_step.model_states, rel=0.01)
     assert result.peak == pytest.approx(needs.peak.total, rel=0.03)
+    assert needs.host.total == needs.host_checkpoints == (0 if result.host is None else result.host.total)
+    assert needs.host_checkpoints == (6 * BATCH * 1024 * 1024 * 2 // 4 if way == "P_a+cpu" else 0)
 
 
 @pytest.mark.parametrize("degree", [1, 4])

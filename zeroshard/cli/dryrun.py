@@ -201,7 +201,7 @@ class _Seen:
             "parameters": self.run.parameters,
             "real": self.run.real,
             "at_step": {**held, "model_states": self.run.at_step.model_states},
-            "host": None if self.run.host is None else {kind: getattr(self.run.host, kind) for kind in KINDS},
+            "host": None if self.run.host is None else {kind: getattr(self.run.host, kind) for kind in ON_HOST},
             "peak": self.run.peak,
             "at_rest": self.run.at_rest,
             "volume_elements": self.run.volume_elements,
@@ -232,16 +232,18 @@ class _Seen:
         on_device, on_host = self._paper()
         for cells in _states(result.at_step, needs.at_step, on_device, result.parameters):
             table.add_row(*cells)
-        if result.host is not None:
+        if result.host is not None and offload is not None:
             every = sum(row.bytes(result.parameters) for row in on_host)
-            held = result.host.total
+            held, foreseen = result.host.total - result.host.checkpoints, needs.host.total - needs.host_checkpoints
             formula = " + ".join(str(row) for row in on_host if row.terms)
-            table.add_row("on the host, GB", _gb(held), _gb(needs.host.total), _gb(every), formula)
+            table.add_row("on the host, GB", _gb(held), _gb(foreseen), _gb(every), formula)
             ranks = self._data_ranks
             share = ranks if state_table(stage, ranks).optimizer.extent.value == "shard" else 1
             counted = sum(result.host_traffic.values()) * share / result.parameters
             planned = (moved.to_host + moved.to_device) * share / result.parameters
             table.add_row("to and from the host, bytes a parameter", f"{counted:.3f}", f"{planned:.3f}")
+        if result.host is not None and result.host.checkpoints:
+            table.add_row("checkpoints on the host, GB", _gb(result.host.checkpoints), _gb(needs.host_checkpoints))
         whole, written = paper_volume(stage, self._data_ranks, result.kept / result.parameters)
         counted, planned = result.volume_elements / result.parameters, moved.elements / result.parameters
         table.add_row(
@@ -262,6 +264,7 @@ class _Seen:
 
 
 KINDS = ("parameters", "gradients", "optimizer_states", "gathered", "buffers", "accumulators")
+ON_HOST = (*KINDS, "checkpoints")
 
 
 def _states(held: Memory, planned: DeviceMemory, paper: list[PaperRow], parameters: int) -> Iterator[tuple[str, ...]]:

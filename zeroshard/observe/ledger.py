@@ -21,7 +21,7 @@ from ..unit import Unit
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of this rank's model states in one place, by kind."""
+    """Bytes of this rank's model states in one place, by kind, and of what else is kept there."""
 
     place: Place = Place.DEVICE
     """Where they are. Everything is on the device until something is offloaded."""
@@ -37,6 +37,8 @@ class Memory:
     """Whole parameters of units that are gathered at this moment, where parameters rest as shards."""
     buffers: int = 0
     """Buffers of the model."""
+    checkpoints: int = 0
+    """On the host: the pool that activation checkpoints wait in."""
 
     @property
     def total(self) -> int:
@@ -71,7 +73,8 @@ class Stats:
     memory: Memory
     """This rank's memory now."""
     host_memory: Memory | None
-    """With offload: this rank's states in host memory. Gradients there include the slots they land in."""
+    """With offload: this rank's states in host memory. Gradients there include the slots they land in. With
+    ``Activations(offload=True)``, also what checkpoints wait in."""
     host_traffic: Mapping[str, int]
     """With offload: bytes "to the host" and "to the device" that the last step asked for, also where the copies are
     made behind the next one."""
@@ -147,15 +150,16 @@ class Ledger:
         return _bytes([*masters, *([] if self._states is None else self._states.on_device())])
 
 
-def measure_host(pipeline: Pipeline) -> Memory:
-    """This rank's model states in host memory."""
+def measure_host(pipeline: Pipeline | None, checkpoints: int) -> Memory:
+    """This rank's model states in host memory, beside so many bytes for checkpoints."""
     kinds = {"slot": "gradients", "total": "accumulators", "resting": "parameters", "fresh": "parameters"}
     sizes = dict.fromkeys(("gradients", "accumulators", "parameters", "optimizer_states"), 0)
-    for states in pipeline.states:
-        for name, tensor in states.tensors.items():
-            sizes[kinds.get(name, "optimizer_states")] += tensor.nbytes
-    sizes["gradients"] += pipeline.ring_bytes
-    return Memory(place=Place.HOST, **sizes)
+    if pipeline is not None:
+        for states in pipeline.states:
+            for name, tensor in states.tensors.items():
+                sizes[kinds.get(name, "optimizer_states")] += tensor.nbytes
+        sizes["gradients"] += pipeline.ring_bytes
+    return Memory(place=Place.HOST, checkpoints=checkpoints, **sizes)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

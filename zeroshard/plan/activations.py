@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from ..bounds import ON_THEIR_WAY
+from ..offload.arena import aligned
 from .shape import Setup, Transformer
 
 PAPER_TENSORS = 12
@@ -41,6 +42,8 @@ class Activations:
     """The most while the backward of a block runs."""
     after_backward: tuple[int, ...]
     """When the last gradient of a block has come."""
+    host: int = 0
+    """Checkpoints on the host, at most."""
     early_root_gradients: int = 0
     """Gradients of the root's that come before those of the blocks, and so wait for the others."""
 
@@ -66,11 +69,12 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
     checkpoint = stream if setup.checkpointing else block
     recomputed = block - norm_input if setup.checkpointing else 0  # its input is the checkpoint
     passing = int(2 * stream + (3 if model.gated else 2) * mlp) if setup.checkpointing else 2 * stream
-    kept = setup.activations
+    kept, host = setup.activations, 0
     if setup.checkpointing and kept is not None and (kept.partition or kept.offload):
         recomputed += (1 + kept.prefetch) * stream  # brought back whole: the block's own, and those ahead
         passing += ON_THEIR_WAY * stream if kept.offload else 0
-        checkpoint = 0 if kept.offload else math.ceil(stream / ranks)
+        part = math.ceil(stream / ranks) if kept.partition else stream
+        checkpoint, host = (0, model.layers * aligned(part)) if kept.offload else (part, 0)
 
     # Head and loss: the last norm, and the softmax in fp32.
     ending = norm_input + norm + stream
@@ -90,5 +94,6 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
             0,
             *(int(size + stream + held_head) for size in below[:-1]),
         ),
+        host=host,
         early_root_gradients=0 if model.tied else table,
     )

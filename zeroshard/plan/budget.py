@@ -86,7 +86,9 @@ class Budget:
     phase: Phase
     """When the peak is."""
     host: HostBytes
-    """States in host memory, and what several micro-batches add up in."""
+    """States in host memory, what several micro-batches add up in, and checkpoints."""
+    host_checkpoints: int = 0
+    """Of that, what checkpoints wait in."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def budget(model: Model, setup: Setup, workspace: int = WORKSPACE) -> Budget:
     buffers = model.buffers if isinstance(model, Traced) else 0
     rank = _Rank(setup, units_of(model, setup), activations, buffers, workspace)
     phase, peak = max(rank.moments(), key=lambda moment: moment[1].total)
-    return Budget(rank.at_step, rank.between_steps, peak, phase, rank.host)
+    return Budget(rank.at_step, rank.between_steps, peak, phase, rank.host, activations.host)
 
 
 class _PlacedFlat(NamedTuple):
@@ -241,8 +243,9 @@ class _Rank:
     @cached_property
     def host(self) -> HostBytes:
         offload, dtype = self.setup.offload, PARAMETER_DTYPES[self.setup.precision]
+        checkpoints = HostBytes(pinned=self.activations.host)
         if offload is None:
-            return HostBytes()
+            return checkpoints
         names = [str(number) for number in range(self.setup.moments)]
         found, largest = HostBytes(), 0
         for flat in self.flats:
@@ -254,7 +257,7 @@ class _Rank:
             elif not flat.shape.trained:
                 found += bytes_of(wanted(offload, dtype, None), flat.shard)
         turns = RING * offload.update_in_backward + HIGH_HALVES * offload.read_back
-        return found + HostBytes(pinned=largest * turns)
+        return found + checkpoints + HostBytes(pinned=largest * turns)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 

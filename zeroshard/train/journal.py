@@ -96,13 +96,14 @@ class Journal:
         self.stats = stats
         if self._evaluated_after != step - 1:  # what an evaluation gathers counts to the volume of the step after it
             self.volume = stats.volume_elements / stats.padded_parameters
+        host = stats.host_memory
         self._progress.report(
             StepReport(
                 step=step,
                 loss=loss,
                 tokens_per_second=self.tokens_per_second,
                 memory=_at_step(stats),
-                host_memory=None if stats.host_memory is None else StateBytes.of(stats.host_memory),
+                host_memory=None if host is None or not host.model_states else StateBytes.of(host),
                 volume=self.volume,
             )
         )
