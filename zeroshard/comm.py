@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,8 @@ from .process_group import backend_for
 from .traffic import Meter
 
 POLL_SECONDS = 0.0002
+FAILURE_SECONDS = 1.0
+"""How often a rank that waits looks whether another has left word of what went wrong there."""
 
 
 class DisagreementError(RuntimeError):
@@ -134,6 +136,11 @@ class Fabric:
         if self._watchdog is not None:
             self._watchdog.note(where)
 
+    @property
+    def tell_failure(self) -> Callable[[str], None] | None:
+        """Leaves word for the other ranks of what went wrong on this one; None where there are none."""
+        return None if self._watchdog is None else self._watchdog.fail
+
     def explain_stall(self, where: str) -> str:
         if self._watchdog is None:
             return f"rank {self.rank} could not complete {where}"
@@ -200,7 +207,12 @@ class Fabric:
 
     def _wait_on_host(self, event: torch.cuda.Event) -> None:
         deadline = time.monotonic() + self.stall_timeout
+        look = time.monotonic() + FAILURE_SECONDS
         while not event.query():
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > look and self._watchdog is not None:
+                look = now + FAILURE_SECONDS
+                deadline = now if self._watchdog.failure() is not None else deadline
+            if now >= deadline:
                 raise StallError(self.explain_stall("the agreement on gradients"))
             time.sleep(POLL_SECONDS)

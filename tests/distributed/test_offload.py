@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import shutil
 import tempfile
 import time
@@ -40,7 +41,7 @@ from tests.offload.scenarios import (
 )
 from tests.ranks import on_ranks
 from tests.training import assert_close, assert_same, refused
-from zeroshard import Offload, OffloadError, machine
+from zeroshard import Offload, OffloadError, StallError, machine
 from zeroshard.offload import pipeline
 
 STAGES = (0, 1, 2, 3)
@@ -1099,6 +1100,34 @@ def test_an_update_that_fails_is_heard_in_the_next_call_and_in_all_later_ones(st
         ):
             with pytest.raises(OffloadError, match="checkpoint"):
                 call()
+
+
+@on_ranks(2)
+def test_an_update_that_fails_on_one_rank_is_known_by_name_on_the_others() -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("the kernel is ill")
+
+    original, rank = pipeline.run_together, dist.get_rank()
+    for stage in (2, 3):
+        model, optimizer = sharded(Offload(), stage=stage, stall_timeout=2.0, **BF16)
+        train(model, optimizer, range(1))
+        zeroshard.synchronize(model)
+        dist.barrier()
+        if rank == 1:
+            pipeline.run_together = fail
+        began = time.monotonic()
+        try:
+            with pytest.raises(OffloadError if rank == 1 else StallError) as raised:
+                train(model, optimizer, range(1, 4))
+        finally:
+            pipeline.run_together = original
+        if rank == 0:
+            expected = (
+                r"rank 0 waited for .*, and rank 1 failed: the host's update failed \(ArithmeticError: the kernel"
+            )
+            assert re.search(expected, str(raised.value)), raised.value
+            assert time.monotonic() - began < 2.0 + 2.0, "the word that was left is read at once"
+        dist.barrier()
 
 
 def test_a_model_that_nobody_uses_any_more_goes_and_takes_its_threads_along() -> None:

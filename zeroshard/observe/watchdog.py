@@ -6,6 +6,7 @@ still described, and a rank which died is known by its silence.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -50,8 +51,24 @@ class Watchdog:
     def stop(self) -> None:
         self._stopped.set()
 
+    def fail(self, what: str) -> None:
+        """Leaves word of what went wrong on this rank, for those that will wait for it in vain. On any thread."""
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store is gone: the job is ending
+            self._store.set(f"{self._name}/failed", json.dumps((self._rank, what)))
+
+    def failure(self) -> str | None:
+        """What went wrong on another rank, where one has left word."""
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            if self._store.check([f"{self._name}/failed"]):
+                rank, what = json.loads(self._store.get(f"{self._name}/failed"))
+                return None if rank == self._rank else f"rank {rank} failed: {what}"
+        return None
+
     def explain(self, waiting_in: str, timeout: float) -> str:
         """One sentence on which rank is missing; looks twice, some beats apart, to tell the silent from the slow."""
+        failed = self.failure()
+        if failed is not None:
+            return f"rank {self._rank} waited for {waiting_in}, and {failed}"
         before = self._read_all()
         self._stopped.wait(SILENT_BEATS * BEAT_SECONDS)
         after = self._read_all()

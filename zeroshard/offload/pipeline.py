@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -108,7 +108,14 @@ class Pipeline:
     """The two threads, the kernel's pool and the streams of one sharded model."""
 
     def __init__(
-        self, options: Offload, device: torch.device, *, norms: bool, local_ranks: int, dry: bool = False
+        self,
+        options: Offload,
+        device: torch.device,
+        *,
+        norms: bool,
+        local_ranks: int,
+        dry: bool = False,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.options, self.device, self.local_ranks, self.dry = options, device, local_ranks, dry
         self._sums_expected = False
@@ -124,7 +131,7 @@ class Pipeline:
             self.mover, self.updater = DryWorker("gradient copy", LANDING), DryWorker("update", 0)
         else:
             self.pool = Pool(options.threads or default_threads(device))
-            self.mover, self.updater = Worker("gradient copy", use_device), Worker("update", use_device)
+            self.mover, self.updater = Worker("gradient copy", use_device, tell), Worker("update", use_device, tell)
         self.room = threading.Semaphore(LANDING + dry)
         self.down = torch.cuda.Stream(device) if cuda else None
         self.up = torch.cuda.Stream(device) if cuda else None

@@ -24,7 +24,8 @@ class OffloadError(RuntimeError):
 class _Queue:
     """What the thread and its owner share."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str, tell: Callable[[str], None] | None) -> None:
+        self.title, self.tell = title, tell
         self.changed = threading.Condition()
         self.jobs: deque[Callable[[], None]] = deque()
         self.given = 0
@@ -34,7 +35,7 @@ class _Queue:
 
 
 class Worker:
-    """One thread, started with its first job; ``prepare`` is what it does first.
+    """One thread, started with its first job; ``prepare`` is what it does first, ``tell`` what it does if a job fails.
 
     >>> worker = Worker("example")
     >>> seen = []
@@ -43,9 +44,11 @@ class Worker:
     [1]
     """
 
-    def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, name: str, prepare: Callable[[], None] | None = None, tell: Callable[[str], None] | None = None
+    ) -> None:
         self._name = name
-        self._queue = _Queue()
+        self._queue = _Queue(f"the host's {name}", tell)
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._prepare = prepare
@@ -126,6 +129,8 @@ def _work(queue: _Queue, prepare: Callable[[], None] | None) -> None:
                 queue.error = error
                 queue.jobs.clear()
                 queue.changed.notify_all()
+            if queue.tell is not None:
+                queue.tell(f"{queue.title} failed ({type(error).__name__}: {error})")
             return
         del job  # or it would hold its tensors until the next one comes
         with queue.changed:
