@@ -9,18 +9,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.plan_check import Case, Compared, Measured, cases, hardware, main, recommendations, verdicts
-from zeroshard.plan.choice import Row, Variant
+from benchmarks.plan_cases import Case, Measured, cases
+from benchmarks.plan_check import main
+from benchmarks.plan_compare import Compared, compare, recommendations, verdicts
 from zeroshard.plan.machine_profile import load
-from zeroshard.plan.models import from_config
 
 
 def compared(case: Case, seconds: float) -> Compared:
     """A case whose run was as planned, but for its time."""
-    place = hardware(case, torch.device("cuda"), load("h200"))
-    row = Row(Variant(case.way, case.offload), from_config(case.job.config), case.setup, place)
-    planned = Compared(case, row, Measured(0, None, 0, 0)).planned
-    return Compared(case, row, replace(planned, seconds=seconds))
+    one = compare(case, Measured(), torch.device("cuda"), load("h200"))
+    return replace(one, measured=replace(one.planned, seconds=seconds))
 
 
 def test_a_few_cases_are_as_planned_here(tmp_path: Path) -> None:
@@ -29,6 +27,9 @@ def test_a_few_cases_are_as_planned_here(tmp_path: Path) -> None:
     assert len(told["cases"]) == 4
     assert {case["world"] for case in told["cases"]} == {1, 8}
     assert all(case["measured"]["volume"] > 0 for case in told["cases"] if case["world"] > 1)
+    again = ["--device", "cpu", "--only", "fp32", "--measure", "nothing", "--out", str(tmp_path / "again.json")]
+    assert main([*again, "--add", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "again.json").read_text())["cases"] == told["cases"]
 
 
 def test_there_are_enough_cases_of_every_kind() -> None:
