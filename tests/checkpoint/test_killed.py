@@ -6,15 +6,20 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.checkpoint.killing import ENVIRONMENT, Torchrun, kill_often, weights_of
+from tests.checkpoint.killing import ENVIRONMENT, STEPS, kill_often, weights_of
+from tests.ranks import Pool
 from zeroshard.cli.main import main
+from zeroshard.train import loop
 from zeroshard.train.checkpoints import ResumeError, Start
 from zeroshard.train.job import load_job
 
@@ -22,20 +27,30 @@ KILLS = 5
 COMMAND = [sys.executable, "-m", "zeroshard", "train", "tiny", "--device", "cpu", "--set", "train.sample=0"]
 
 
+def on_these_ranks(out: str, settings: dict[str, object], resume: str) -> str:
+    """What `zeroshard train` does on each rank; returns what it printed."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as told:
+        patch.setenv("RANK", str(dist.get_rank()))
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # it is the pool's
+        loop.train(load_job("tiny", {"train.device": "cpu", "train.sample": 0, **settings}), Path(out), resume=resume)
+    return told.getvalue()
+
+
+def train(out: Path, ranks: int, settings: dict[str, object], resume: str = "never") -> str:
+    """A run on processes that are there already: to start others takes longer than twelve steps."""
+    arguments = {"out": str(out), "settings": settings, "resume": resume}
+    told: str = Pool.shared().run(on_these_ranks, ranks, arguments)[0]
+    return told
+
+
 def test_whatever_rank_is_killed_and_when_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    Torchrun(tmp_path / "whole", 0).end()
+    train(tmp_path / "whole", 2, {"train.steps": STEPS, "train.evaluate_every": 1_000_000})
     told = kill_often(tmp_path / "killed", KILLS, 1)
     begun = [line for line in told.splitlines() if line.startswith(("resumed after step", "no checkpoint"))]
     assert len(begun) == KILLS + 1, told
     assert any(line.startswith("resumed") for line in begun), told
     assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "whole")
-
-
-def train(*arguments: str) -> str:
-    command = [*COMMAND, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 class Run(NamedTuple):
@@ -47,7 +62,7 @@ class Run(NamedTuple):
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of twelve steps on two ranks, with checkpoints."""
     out = tmp_path_factory.mktemp("whole")
-    told = train("--out", str(out), "--ranks", "2", "--save-every", "4", "--keep", "2")
+    told = train(out, 2, {"train.save_every": 4, "train.keep": 2})
     assert sorted(entry.name for entry in (out / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
     return Run(out, told)
 
@@ -59,10 +74,12 @@ def held_out_loss(told: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "setup", [["--ranks", "1", "--stage", "0"], ["--ranks", "4", "--stage", "2", "--offload", "cpu"]]
+    ("ranks", "settings"), [(1, {"shard.stage": 0}), (4, {"shard.stage": 2, "shard.offload": "cpu"})]
 )
-def test_a_run_goes_on_on_fewer_and_on_more_ranks_by_value(setup: list[str], whole: Run, tmp_path: Path) -> None:
-    told = train(*setup, "--out", str(tmp_path), "--resume", str(whole.out / "checkpoints" / "step-00000008"))
+def test_a_run_goes_on_on_fewer_and_on_more_ranks_by_value(
+    ranks: int, settings: dict[str, object], whole: Run, tmp_path: Path
+) -> None:
+    told = train(tmp_path, ranks, settings, str(whole.out / "checkpoints" / "step-00000008"))
     assert "resumed after step 8/12" in told
     ours, theirs = load_file(tmp_path / "model.safetensors"), load_file(whole.out / "model.safetensors")
     for name in theirs:
@@ -90,8 +107,9 @@ def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on(tmp_path: Path) -> N
     assert stopped is not None, told
     assert (Path(stopped[2]) / "COMPLETE").exists()
     assert complained == ""
-    steps = str(int(stopped[1]) + 2)
-    assert f"resumed after step {stopped[1]}/{steps}" in train(*endless, "--steps", steps, "--resume", "auto")
+    steps = int(stopped[1]) + 2
+    settings = {"train.evaluate_every": 1_000_000, "train.steps": steps}
+    assert f"resumed after step {stopped[1]}/{steps}" in train(tmp_path, 2, settings, "auto")
 
 
 def test_a_run_that_meets_nan_stops_with_the_last_good_states_saved(tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ def test_resumed_training_has_the_same_bits_on_two_ranks(part: int, tmp_path: Pa
 
 
 def test_resumed_training_has_the_same_bits_with_other_optimizers(tmp_path: Path) -> None:
-    cases = [(setup, optimizer) for optimizer in ("momentum", "asgd") for setup in ("stage 1", "stage 3 bf16")]
+    cases = [("stage 1", "momentum"), ("stage 3 bf16", "asgd")]
     cases += [(setup, "momentum") for setup in ("offload", "bf16 moments", "delayed split", "read back")]
     Pool.shared().run(run_same_bits, 2, {"folder": str(tmp_path), "cases": cases})
 
 
 def test_resumed_training_has_the_same_bits_on_one_and_three_ranks(tmp_path: Path) -> None:
-    for world in (1, 3):
-        cases = [(name, "adamw") for name in ("stage 0", "stage 1 bf16", "stage 3", "offload", "delayed", "split")]
+    for world, names in ((1, ("stage 3", "delayed")), (3, ("stage 0", "stage 1 bf16", "stage 3", "offload", "split"))):
+        cases = [(name, "adamw") for name in names]
         Pool.shared().run(run_same_bits, world, {"folder": str(tmp_path / str(world)), "cases": cases})
 
 
