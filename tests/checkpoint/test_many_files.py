@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from zeroshard.checkpoint.boxes import Region
-from zeroshard.checkpoint.format import INDEX, MARKER, VALUE, index_json, marker_json, part_file, read_index
+from zeroshard.checkpoint.format import INDEX, MARKER, VALUE, part_file
+from zeroshard.checkpoint.index import index_json, marker_json, read_index
 from zeroshard.checkpoint.read import KEPT_OPEN, Reader
 from zeroshard.checkpoint.write import Held, write_json, write_part
 

@@ -23,21 +23,8 @@ from ..comm import Fabric
 from .claim import Claim, bytes_in
 from .contents import Contents
 from .folder import keep_newest, partial_of, publish, time_after
-from .format import (
-    CLAIM,
-    INDEX,
-    LARGEST_JSON,
-    MARKER,
-    TOKEN,
-    CheckpointError,
-    Index,
-    Part,
-    data_file,
-    failure_file,
-    index_json,
-    marker_json,
-    part_file,
-)
+from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, TOKEN, CheckpointError, Part, data_file, failure_file, part_file
+from .index import Index, index_json, marker_json
 from .write import write_json, write_part
 
 POLL_SECONDS = 0.005

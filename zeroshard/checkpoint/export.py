@@ -17,7 +17,8 @@ from torch import Tensor
 from ..offload.states import round_to
 from .boxes import Region, whole_box
 from .folder import candidates
-from .format import BUFFER, VALUE, CheckpointError, Index, read_index
+from .format import BUFFER, VALUE, CheckpointError
+from .index import Index, read_index
 from .lora import Adapter, Found, adapter_tensors, merged_tensors
 from .read import Reader
 from .shards import SHARD_BYTES, WEIGHTS, Output, Shards, Whole, as_json

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .claim import Claim
-from .format import MARKER, OWN_NAME, CheckpointError, Marker, read_marker
+from .format import MARKER, OWN_NAME, CheckpointError
+from .index import Marker, read_marker
 from .write import sync_folder
 
 PARTIAL = ".partial"

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk. Names, JSON and headers; every field that is read is checked here.
+"""What a checkpoint is on disk. Names, JSON and headers of its parts; every field that is read is checked here.
 
     folder/
       rank-00000.safetensors   the ranges that rank 0 wrote, readable by any safetensors tool
@@ -18,17 +18,15 @@ never by its place in a flat: padding, units, stage and world size leave no trac
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .boxes import Box, Region, flaw, numel_of, whole_box
+from .boxes import Box, Region, numel_of, whole_box
 
 VERSION = 1
 INDEX = "index.json"
@@ -140,23 +138,23 @@ class Entry(NamedTuple):
     @classmethod
     def from_json(cls, value: Any) -> Entry:
         """Checked; raises KeyError, TypeError or ValueError."""
-        shape = tuple(_count(size) for size in value["shape"])
+        shape = tuple(count(size) for size in value["shape"])
         box: Box = whole_box(shape)
         if "box" in value:
-            box = tuple((_count(low), _count(high)) for low, high in value["box"])
+            box = tuple((count(low), count(high)) for low, high in value["box"])
             if len(box) != len(shape) or any(
                 not low <= high <= size for (low, high), size in zip(box, shape, strict=True)
             ):
                 raise ValueError(f"box {box} is not inside shape {shape}")
-        start, stop = (_count(number) for number in value["range"])
+        start, stop = (count(number) for number in value["range"])
         if not start <= stop <= numel_of(box):
             raise ValueError(f"range {start}:{stop} is not inside a box of {numel_of(box)} elements")
-        checksums = tuple(_count(number) for number in value["crc32"])
+        checksums = tuple(count(number) for number in value["crc32"])
         name, kind = value["name"], value["kind"]
         if not isinstance(name, str) or not isinstance(kind, str):
             raise TypeError("name and kind must be strings")
         made = cls(
-            name, kind, shape, Region(box, start, stop), DTYPES[value["dtype"]], _count(value["offset"]), checksums
+            name, kind, shape, Region(box, start, stop), DTYPES[value["dtype"]], count(value["offset"]), checksums
         )
         if len(checksums) != -(-made.nbytes // CHUNK):
             raise ValueError(f"{name!r} has {len(checksums)} checksums for {made.nbytes} bytes")
@@ -197,7 +195,7 @@ class Part:
         if value["version"] != VERSION:
             raise ValueError(f"it has version {value['version']!r}, this zeroshard reads {VERSION}")
         entries = tuple(Entry.from_json(entry) for entry in value["entries"])
-        header, size = _count(value["header"]), _count(value["size"])
+        header, size = count(value["header"]), count(value["size"])
         if header > LARGEST_HEADER:
             raise ValueError(f"a header of {header} bytes")
         end = 0
@@ -210,60 +208,14 @@ class Part:
         for name in ("scalars", "values"):
             if not isinstance(value[name], dict):
                 raise TypeError(f"{name} must be a table")
-        return cls(_count(value["rank"]), size, header, entries, value["scalars"], value["values"])
+        return cls(count(value["rank"]), size, header, entries, value["scalars"], value["values"])
 
 
-def _count(value: object) -> int:
+def count(value: object) -> int:
+    """Checked; raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is no count")
     return value
-
-
-class Place(NamedTuple):
-    """An entry, and whose file it is in."""
-
-    rank: int
-    entry: Entry
-
-
-class Index:
-    """A complete checkpoint's index, checked: every state of every parameter is there, each element once."""
-
-    def __init__(self, folder: Path, token: str, parts: Sequence[Part]) -> None:
-        self.folder, self.token, self.parts = folder, token, tuple(parts)
-        self.places: dict[tuple[str, str], list[Place]] = {}
-        for part in parts:
-            for entry in part.entries:
-                self.places.setdefault((entry.name, entry.kind), []).append(Place(part.rank, entry))
-        self.kinds: dict[str, list[str]] = {}
-        """What there is of each parameter."""
-        for name, kind in self.places:
-            self.kinds.setdefault(name, []).append(kind)
-        self.scalars: dict[str, Any] = {}
-        for part in parts:
-            self.scalars.update(part.scalars)
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """What all ranks share."""
-        return self.parts[0].values
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a parameter or buffer."""
-        return self.places[name, self.kinds[name][0]][0].entry.shape
-
-    def check(self) -> None:
-        """Raises ValueError where ranges overlap, are missing or contradict each other."""
-        for (name, kind), places in self.places.items():
-            first = places[0].entry
-            for _, entry in places:
-                if (entry.shape, entry.dtype) != (first.shape, first.dtype):
-                    raise ValueError(f"{name!r} ({kind}) is stored with two shapes or dtypes")
-            if first.shape != self.shape(name):
-                raise ValueError(f"{name!r} ({kind}) has shape {first.shape}, another state of it {self.shape(name)}")
-            wrong = flaw(first.shape, [entry.region for _, entry in places])
-            if wrong is not None:
-                raise ValueError(f"{name!r} ({kind}): {wrong}")
 
 
 def header_of(entries: Sequence[Entry], token: str, rank: int) -> bytes:
@@ -278,72 +230,3 @@ def header_of(entries: Sequence[Entry], token: str, rank: int) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
     return len(text).to_bytes(8, "little") + text
-
-
-def index_json(token: str, parts: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> bytes:
-    """The index of all parts."""
-    whole = {"version": VERSION, "checkpoint": token, **about, "parts": list(parts)}
-    return json.dumps(whole, separators=(",", ":")).encode()
-
-
-def marker_json(index: bytes, steps: int, saved: int) -> bytes:
-    """What the marker says: which index belongs to it, and how new it is."""
-    digest = hashlib.sha256(index).hexdigest()
-    return json.dumps({"index_bytes": len(index), "index_sha256": digest, "steps": steps, "saved_ns": saved}).encode()
-
-
-class Marker(NamedTuple):
-    """The marker of a complete checkpoint."""
-
-    index_bytes: int
-    index_sha256: str
-    steps: int
-    saved_ns: int
-
-
-def read_marker(folder: Path) -> Marker | None:
-    """The marker of a folder; None if it is no complete checkpoint."""
-    try:
-        with open(folder / MARKER, "rb") as file:
-            value = json.loads(file.read(4096))
-        digest = str(value["index_sha256"])
-        return Marker(_count(value["index_bytes"]), digest, _count(value["steps"]), _count(value["saved_ns"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def read_index(folder: Path) -> Index:
-    """Reads and checks the index of a complete checkpoint. No data is read."""
-    marker = read_marker(folder)
-    if marker is None:
-        if (folder / MARKER).exists():
-            raise CheckpointError(f"{folder / MARKER} is damaged, so {folder} is not known to be complete")
-        raise CheckpointError(f"{folder} is no complete checkpoint: it has no readable {MARKER}")
-    file = folder / INDEX
-    try:
-        if marker.index_bytes > LARGEST_JSON:
-            raise CheckpointError(f"{folder / MARKER} speaks of an index of {marker.index_bytes} bytes")
-        with open(file, "rb") as opened:
-            text = opened.read(marker.index_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if len(text) != marker.index_bytes or hashlib.sha256(text).hexdigest() != marker.index_sha256:
-        raise CheckpointError(f"{file} is not the one that {MARKER} was written for: it is damaged or foreign")
-    try:
-        return _index_from(folder, json.loads(text))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no index: {type(error).__name__}: {error}") from error
-
-
-def _index_from(folder: Path, value: Any) -> Index:
-    if value["version"] != VERSION:
-        raise ValueError(f"version {value['version']!r}, this zeroshard reads {VERSION}")
-    token = value["checkpoint"]
-    if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{1,64}", token):
-        raise ValueError(f"{token!r} names no checkpoint")
-    parts = [Part.from_json(part) for part in value["parts"]]
-    if not parts or [part.rank for part in parts] != list(range(len(parts))):
-        raise ValueError("its parts are not those of ranks 0, 1, 2 and so on")
-    index = Index(folder, token, parts)
-    index.check()
-    return index

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .boxes import Overlap, Region, Strided, overlaps
-from .format import CHUNK, CheckpointError, Entry, Index, Part, data_file, header_of, tensor_kind
+from .format import CHUNK, CheckpointError, Entry, Part, data_file, header_of, tensor_kind
+from .index import Index
 from .write import bytes_of
 
 KEPT_OPEN = 32
