@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -117,6 +117,18 @@ def is_fake(tensor: Tensor) -> bool:
 def pointer(tensor: Tensor) -> int:
     """Where a tensor's memory begins; a fake one has none, and its storage's identity stands in."""
     return int(tensor.untyped_storage()._cdata) if is_fake(tensor) else tensor.data_ptr()
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """``version`` of each: asked for all parameters at every gather and release."""
+    return [tensor._version for tensor in tensors]
+
+
+def pointers(tensors: Sequence[Tensor]) -> list[int]:
+    """``pointer`` of each; all have memory, or none has."""
+    if tensors and is_fake(tensors[0]):
+        return [pointer(tensor) for tensor in tensors]
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def storage_key(tensor: Tensor) -> int:

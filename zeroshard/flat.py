@@ -103,6 +103,7 @@ class Flat:
         self.shard: Tensor
         self._master: Tensor
         self.pieces: list[MasterPiece] = []
+        self._cuts: list[int] = []
         self._pointed = PointedParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
         self.gradient: FlatGradient | None = None
         if self.trainable:
@@ -152,6 +153,11 @@ class Flat:
             return self.host.states.resting
         return self.shard if self.sharded else self.whole
 
+    def by_piece(self, own: Tensor) -> Sequence[Tensor]:
+        """A tensor of the range that this rank updates, cut into pieces: one call for all, for each costs as much."""
+        parts: tuple[Tensor, ...] = own.split(self._cuts)
+        return parts[1::2]
+
     def live_on(self, host: HostShard, turns: Turns) -> None:
         """Keeps the states on the host; asked before the first values come."""
         self.host, self._turns = host, turns
@@ -199,6 +205,7 @@ class Flat:
                 MasterPiece(piece.slot, piece.start, piece.offset, stored[piece.offset :][: piece.numel])
                 for piece in self.layout.pieces(self.own)
             ]
+            self._cuts = _cuts(self.pieces, self.own.numel)
         self._pointed.show(self.views_of(self.whole))
         if self.sharded:
             self.release()
@@ -378,6 +385,15 @@ class Flat:
         """
         present = self.presence is Presence.PRESENT
         self._pointed.check(present, writes_count=present and not self.sharded and not self.separate_master)
+
+
+def _cuts(pieces: Sequence[MasterPiece], numel: int) -> list[int]:
+    """Sizes of the gap before the first piece, that piece, the gap before the next, and so on to the end."""
+    sizes, end = [], 0
+    for piece in pieces:
+        sizes += [piece.offset - end, piece.tensor.numel()]
+        end = piece.offset + piece.tensor.numel()
+    return [*sizes, numel - end]
 
 
 class Turns:

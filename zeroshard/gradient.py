@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,16 @@ class _Reduction:
     out: Tensor
     complete: bool
     """Whether every parameter had its gradient when it began."""
+
+
+class _Shown(NamedTuple):
+    """What ``parameter.grad`` was given to show."""
+
+    tensor: Tensor
+    version: int
+    pointer: int
+    values: Tensor | None
+    """The averaged gradient that it is a part of; None if it is a placeholder."""
 
 
 class FlatGradient:
@@ -78,7 +89,7 @@ class FlatGradient:
         self._accumulator: Tensor | None = None
         self._factor: Tensor | None = None
         self._stand_ins: list[Tensor] | None = None
-        self._shown: list[tuple[Tensor, int] | None] = [None] * count
+        self._shown: list[_Shown | None] = [None] * count
         self._arena: DeviceArena | None = None
         self._slot_in_arena: Slot | None = None
         self._host: HostShard | None = None
@@ -245,7 +256,8 @@ class FlatGradient:
                 tensor = self._slot(values, index) if values is not None else self._stand_in(index)
                 tensor = parallel.like(parameter, tensor)
                 parameter.grad = tensor
-                self._shown[index] = (tensor, compat.version(tensor))
+                place = compat.pointer(parallel.local(tensor))
+                self._shown[index] = _Shown(tensor, compat.version(tensor), place, values)
 
     def _stand_in(self, index: int) -> Tensor:
         """The placeholder of one gradient. The same one every step, unless it was written to."""
@@ -262,18 +274,18 @@ class FlatGradient:
                 if gradient is not None:
                     self._take_from_user(index, gradient)
                 continue
-            shown, version = entry
             if gradient is None:
                 self._discard(index)
-            elif gradient is not shown:
+            elif gradient is not entry.tensor:
                 self._take_from_user(index, gradient)
-            elif not self._shows_values(index, shown) and self._touched(index, shown, version):
+            elif not self._shows_values(entry) and self._touched(index, entry.tensor, entry.version):
                 self._discard(index)
 
-    def _shows_values(self, index: int, shown: Tensor) -> bool:
-        held = self._held
-        pointer = compat.pointer(parallel.local(shown))
-        return self.visible and held is not None and pointer == compat.pointer(self._slot(held, index))
+    def _shows_values(self, shown: _Shown) -> bool:
+        """Whether what was shown is still the averaged gradient."""
+        if shown.values is None or shown.values is not self._held:
+            return False
+        return compat.pointer(parallel.local(shown.tensor)) == shown.pointer
 
     def _touched(self, index: int, shown: Tensor, version: int) -> bool:
         """Whether a placeholder was zeroed. Its value is looked at only where that costs no wait, or is called for."""
@@ -354,7 +366,7 @@ class FlatGradient:
         if self._host is not None:
             self._host.forget()
         for index, entry in enumerate(self._shown):
-            if entry is not None and self.parameters[index].grad is entry[0]:
+            if entry is not None and self.parameters[index].grad is entry.tensor:
                 self.parameters[index].grad = None
         count = len(self.parameters)
         self._let_go()

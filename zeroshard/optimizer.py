@@ -254,9 +254,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 gradient = buffers.take(flat.master_dtype)
                 if gradient is None:
                     raise missing_gradient(flat, self._fabric.rank)
-                for piece in flat.pieces:
+                for piece, part in zip(flat.pieces, flat.by_piece(gradient), strict=True):
                     if buffers.used[piece.slot]:
-                        piece.tensor.grad = gradient[piece.offset :][: piece.tensor.numel()]
+                        piece.tensor.grad = part
                         pieces[self._group_of(flat, piece)].append(piece.tensor)
             self._inner.param_groups = [
                 {**group, "params": members} for group, members in zip(self.param_groups, pieces, strict=True)

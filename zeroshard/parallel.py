@@ -9,7 +9,7 @@ replicated counts as a plain parameter: every model-parallel rank has all of it,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import compat
-from .layout import Box
+from .layout import Box, contiguous_strides
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -106,7 +106,7 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
         parameter.placements,
         run_check=False,
         shape=parameter.shape,
-        stride=_contiguous_strides(parameter.shape),
+        stride=contiguous_strides(tuple(parameter.shape)),
     )
 
 
@@ -118,10 +118,6 @@ def whole(parameter: Tensor, part: Tensor) -> Tensor:
     assert isinstance(joined, DTensor)
     with torch.no_grad():
         return joined.full_tensor()
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 # -- which ranks share what -------------------------------------------------------------------------------------------

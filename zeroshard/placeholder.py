@@ -58,9 +58,9 @@ class Placeholders:
         """
         if any(map(compat.is_fake, self._scalars.values())):
             return
-        seen = [scalar.to("cpu", non_blocking=True) for scalar in self._scalars.values()]
+        seen = list(self._scalars.values())
         if self._device.type == "cuda":
-            look = (seen, torch.cuda.Event())
+            look = ([scalar.to("cpu", non_blocking=True) for scalar in seen], torch.cuda.Event())
             look[1].record()
             before, self._last_look = self._last_look, look
             if before is None:

@@ -20,6 +20,7 @@ class PointedParameters:
     ) -> None:
         self._parameters, self._slots, self._dtype = parameters, slots, dtype
         self._placeholders = placeholders
+        self._plain = all(parallel.local(parameter) is parameter for parameter in parameters)
         self.views: list[Tensor] = []
         """The parameters' places in the whole flat, whether or not that has memory now."""
         self._stand_ins = [placeholders.parameter(slot.shape, dtype) for slot in slots]
@@ -46,11 +47,11 @@ class PointedParameters:
 
     def accept_writes(self) -> None:
         """What was written until now counts as known."""
-        self._versions = self._versions_now()
+        self._versions = compat.versions(self._parameters)
 
     def take_written_names(self) -> list[str]:
         """Parameters written in place since they were pointed where they are; asked again it names none."""
-        before, self._versions = self._versions, self._versions_now()
+        before, self._versions = self._versions, compat.versions(self._parameters)
         changed = zip(self._slots, before, self._versions, strict=True)
         return [slot.name for slot, old, new in changed if old != new]
 
@@ -59,8 +60,8 @@ class PointedParameters:
 
         ``present`` tells whether parameters ought to point at their values.
         """
-        parts = [parallel.local(parameter) for parameter in self._parameters]
-        if [compat.pointer(part) for part in parts] == self._pointers and self._versions_now() == self._versions:
+        parts = self._parameters if self._plain else [parallel.local(parameter) for parameter in self._parameters]
+        if compat.pointers(parts) == self._pointers and compat.versions(self._parameters) == self._versions:
             return
         facts = zip(self._slots, self._parameters, parts, self._versions, self._pointers, strict=True)
         for slot, parameter, part, version, pointer in facts:
@@ -82,8 +83,5 @@ class PointedParameters:
     def _point(self, tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(self._parameters, tensors, strict=True):
             compat.point(parameter, tensor)
-        self._pointers = [compat.pointer(tensor) for tensor in tensors]
+        self._pointers = compat.pointers(tensors)
         self.accept_writes()
-
-    def _versions_now(self) -> list[int]:
-        return [compat.version(parameter) for parameter in self._parameters]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -322,7 +323,7 @@ class Schedule:
         for other in self._in_backward:
             if other is not unit and other is not self._root and other not in enclosing:
                 self._release(other)
-                with torch.no_grad():
+                with _no_graph():
                     self._reducer.passed(other)
         self._in_backward = [unit, *enclosing]
 
@@ -365,8 +366,13 @@ class Schedule:
         if parameter.grad is None:
             return
         self.begin_backward()
-        with torch.no_grad():
-            gradient = parallel.local_gradient(parameter, parameter.grad)
+        with _no_graph():
+            self._take_gradient(unit, flat, index, parameter, parameter.grad)
+
+    def _take_gradient(
+        self, unit: Unit, flat: Flat, index: int, parameter: nn.Parameter, from_autograd: Tensor
+    ) -> None:
+        gradient = parallel.local_gradient(parameter, from_autograd)
         # Where a unit was called and its gradient comes when it is gone again, the value was there when it was read:
         # autocast, say, had cast the parameter in an earlier forward. A NaN tells; so rare that looking costs nothing.
         uncalled = self._sharded and unit not in self._called
@@ -381,10 +387,9 @@ class Schedule:
             )
         parameter.grad = None
         buffers = gradient_of(flat)
-        with torch.no_grad():
-            buffers.add(index, gradient.detach())
-            if buffers.complete:
-                self._reducer.completed(flat)
+        buffers.add(index, gradient.detach())
+        if buffers.complete:
+            self._reducer.completed(flat)
 
     def _end_backward(self) -> None:
         if not self._backward_running:
@@ -403,6 +408,14 @@ class Schedule:
                 self._release(unit)
             with torch.no_grad():
                 self._reducer.end_backward()
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _no_graph() -> AbstractContextManager[None]:
+    """``torch.no_grad()``, which costs more than most hooks, where a backward does not run without graph anyway."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 _KEPT = (Tensor, list, tuple, dict)
