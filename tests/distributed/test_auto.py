@@ -10,8 +10,16 @@ import zeroshard
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from zeroshard import machine
-from zeroshard.config import Precision
-from zeroshard.plan.memory import state_bytes
+from zeroshard.config import Config
+from zeroshard.plan.budget import DeviceMemory
+from zeroshard.plan.foresee import Foresight, room_of
+
+
+def foreseen_states(model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str) -> DeviceMemory:
+    """What ``shard()`` expects between backward and step."""
+    config = Config(stage=0, precision=precision)  # type: ignore[arg-type]
+    foreseen = Foresight(model, optimizer, config, 1, room_of(model, torch.device("cpu"), 1))
+    return foreseen.row(0, foreseen.fitting()[0].variant).budget.at_step
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -19,7 +27,7 @@ from zeroshard.plan.memory import state_bytes
 def test_foreseen_states_are_those_that_a_run_has(optimizer: str, precision: str) -> None:
     model = net(width=64)
     made = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
-    foreseen = state_bytes(model, made, Precision.parse(precision))
+    foreseen = foreseen_states(model, made, precision)
     model, sharded = zeroshard.shard(model, made, precision=precision)
     for step in range(2):
         loss_of(model, step).backward()
@@ -32,9 +40,9 @@ def test_foreseen_states_are_those_that_a_run_has(optimizer: str, precision: str
 
 
 def test_frozen_parameters_are_foreseen_without_gradients_and_states() -> None:
-    model = nn.Linear(10, 10, bias=False).requires_grad_(False)
-    foreseen = state_bytes(model, None, Precision.parse("bf16"))
-    assert (foreseen.parameters, foreseen.gradients, foreseen.optimizer_states) == (200, 0, 0)
+    model = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    foreseen = foreseen_states(model, None, "bf16")
+    assert (foreseen.parameters, foreseen.gradients, foreseen.optimizer_states) == (2 * 64 * 64, 0, 0)
 
 
 @on_ranks(2)

@@ -29,26 +29,24 @@ def test_jobs_are_done_in_the_order_they_were_given() -> None:
         worker.submit(lambda number=number: seen.append(number))
     worker.wait()
     assert seen == list(range(50))
-    assert worker.idle
 
 
 def test_waiting_for_a_job_waits_for_no_later_one() -> None:
-    worker, go = Worker("numbers"), threading.Event()
+    worker, go, done = Worker("numbers"), threading.Event(), threading.Event()
     first = worker.submit(lambda: None)
-    last = worker.submit(lambda: go.wait(5) and None)
+    last = worker.submit(lambda: go.wait(5) and done.set())
     worker.wait(first)
-    assert not worker.idle
+    assert not done.is_set()
     go.set()
     worker.wait(last)
     worker.wait(0)
-    assert worker.idle
+    assert done.is_set()
 
 
 def test_a_worker_without_jobs_has_no_thread_and_never_waits() -> None:
     worker = Worker("unused")
     worker.wait()
     worker.check()
-    assert worker.idle
     assert not alive("unused")
 
 

@@ -68,12 +68,6 @@ class Reader:
             with self._opened(part):
                 pass
 
-    def check_everything(self) -> None:
-        """Reads and checks all data."""
-        for part in self.index.parts:
-            for entry in part.entries:
-                self._check(part.rank, entry, 0, entry.nbytes)
-
     @contextlib.contextmanager
     def _opened(self, part: Part) -> Iterator[BinaryIO]:
         """A rank's file, if its size and header are what the index says."""

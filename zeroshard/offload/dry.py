@@ -49,10 +49,6 @@ class DryWorker(Worker):
         """Whoever looks after a worker waits for it."""
         self.wait()
 
-    @property
-    def idle(self) -> bool:
-        return not self._jobs
-
     def _run_next(self) -> None:
         job = self._jobs.popleft()
         self._done += 1  # before: a job may have others done

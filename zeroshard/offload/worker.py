@@ -76,11 +76,6 @@ class Worker:
             queue.changed.wait_for(lambda: queue.done >= target or queue.error is not None)
         self.check()
 
-    @property
-    def idle(self) -> bool:
-        """Whether every job is done."""
-        return self._queue.done == self._queue.given
-
     def fail(self, error: BaseException) -> None:
         """Lets everybody who waits know that what they wait for will not come."""
         with self._queue.changed:

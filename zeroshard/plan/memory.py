@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from ..config import Precision
 from ..offload.options import Offload
-from ..parallel import local_numel
 from ..table import Extent, state_table
 
 STATES_SHARE = 0.7
@@ -68,24 +65,6 @@ class StateBytes:
             + self.gradients / share(table.gradients.extent)
             + self.optimizer_states / share(table.optimizer.extent)
         )
-
-
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision) -> StateBytes:
-    """What a model's states take in a given precision. Frozen parameters have neither gradients nor states.
-
-    Where tensor parallelism divides the model, those of this rank's part.
-    """
-    parameters = gradients = states = 0
-    tensors = 2.0 if optimizer is None else state_tensors(optimizer)
-    for parameter in model.parameters():
-        width = (precision.parameters or parameter.dtype).itemsize
-        numel = local_numel(parameter)
-        parameters += width * numel
-        if parameter.requires_grad:
-            gradients += width * numel
-            master = 4 if precision.keeps_master else width
-            states += int((tensors * master + (4 if precision.keeps_master else 0)) * numel)
-    return StateBytes(parameters, gradients, states)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> float:
