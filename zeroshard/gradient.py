@@ -13,10 +13,8 @@ the gradient. It shows the gradient itself where that is whole, averaged and uns
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +28,7 @@ from .lane import Done, Pending
 from .layout import FlatLayout, Range
 from .offload.shard import HostShard
 from .placeholder import Placeholders
+from .shown_gradients import ShownGradients
 from .table import Extent, StateTable
 
 
@@ -42,16 +41,6 @@ class _Reduction:
     out: Tensor
     complete: bool
     """Whether every parameter had its gradient when it began."""
-
-
-class _Shown(NamedTuple):
-    """What ``parameter.grad`` was given to show."""
-
-    tensor: Tensor
-    version: int
-    pointer: int
-    values: Tensor | None
-    """The averaged gradient that it is a part of; None if it is a placeholder."""
 
 
 class FlatGradient:
@@ -72,7 +61,7 @@ class FlatGradient:
     ) -> None:
         self.label, self.layout, self.parameters, self.dtype = label, layout, parameters, dtype
         self.own = own
-        self._table, self._fabric, self._placeholders = table, fabric, placeholders
+        self._table, self._fabric = table, fabric
         self._reduce_dtype = (
             (precision.reduce or dtype) if fabric.data_parallel > 1 else dtype
         )  # alone nothing is added up
@@ -88,8 +77,7 @@ class FlatGradient:
         self._stash: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._factor: Tensor | None = None
-        self._stand_ins: list[Tensor] | None = None
-        self._shown: list[_Shown | None] = [None] * count
+        self._shown = ShownGradients(parameters, layout.slots, dtype, placeholders)
         self._arena: DeviceArena | None = None
         self._slot_in_arena: Slot | None = None
         self._host: HostShard | None = None
@@ -250,58 +238,15 @@ class FlatGradient:
         if values is not None and self._factor is not None:
             values.mul_(self._factor)
             self._factor = None
-        for index, used in enumerate(self.used):
-            if used and self._shown[index] is None:
-                parameter = self.parameters[index]
-                tensor = self._slot(values, index) if values is not None else self._stand_in(index)
-                tensor = parallel.like(parameter, tensor)
-                parameter.grad = tensor
-                place = compat.pointer(parallel.local(tensor))
-                self._shown[index] = _Shown(tensor, compat.version(tensor), place, values)
-
-    def _stand_in(self, index: int) -> Tensor:
-        """The placeholder of one gradient. The same one every step, unless it was written to."""
-        if self._stand_ins is None:
-            self._stand_ins = self._placeholders.gradients([slot.shape for slot in self.layout.slots], self.dtype)
-        return self._stand_ins[index]
+        self._shown.show(self.used, values)
 
     def hide(self) -> None:
         """Takes ``parameter.grad`` back before autograd adds to it, and reads off it what the user did."""
-        for index, parameter in enumerate(self.parameters):
-            entry, self._shown[index] = self._shown[index], None
-            gradient, parameter.grad = parameter.grad, None
-            if entry is None:
-                if gradient is not None:
-                    self._take_from_user(index, gradient)
-                continue
-            if gradient is None:
+        for index, assigned in self._shown.take_back(lambda: self._held):
+            if assigned is None:
                 self._discard(index)
-            elif gradient is not entry.tensor:
-                self._take_from_user(index, gradient)
-            elif not self._shows_values(entry) and self._touched(index, entry.tensor, entry.version):
-                self._discard(index)
-
-    def _shows_values(self, shown: _Shown) -> bool:
-        """Whether what was shown is still the averaged gradient."""
-        if shown.values is None or shown.values is not self._held:
-            return False
-        return compat.pointer(parallel.local(shown.tensor)) == shown.pointer
-
-    def _touched(self, index: int, shown: Tensor, version: int) -> bool:
-        """Whether a placeholder was zeroed. Its value is looked at only where that costs no wait, or is called for."""
-        part = parallel.local(shown)
-        if compat.version(shown) == version and (part.is_cuda or compat.is_fake(part) or not part.numel()):
-            return False
-        value = float(part.flatten()[0]) if part.numel() else 0.0
-        if compat.version(shown) == version and math.isnan(value):
-            return False
-        self._stand_ins = None  # this one is spoilt
-        if value != 0:
-            raise RuntimeError(
-                f"the gradient of {self.layout.slots[index].name!r} was changed in place, but gradients are sharded or "
-                "scaled here and the change would be lost; clip with clip_grad_norm= or optimizer.clip_grad_norm_()"
-            )
-        return True
+            else:
+                self._take_from_user(index, assigned)
 
     def _take_from_user(self, index: int, gradient: Tensor) -> None:
         if not self.visible:
@@ -365,14 +310,12 @@ class FlatGradient:
         self._inflight.clear()
         if self._host is not None:
             self._host.forget()
-        for index, entry in enumerate(self._shown):
-            if entry is not None and self.parameters[index].grad is entry.tensor:
-                self.parameters[index].grad = None
+        self._shown.clear()
         count = len(self.parameters)
         self._let_go()
         self.awaited = False
         self._fired.clear()
-        self._shown, self._written, self.used = [None] * count, [False] * count, [False] * count
+        self._written, self.used = [False] * count, [False] * count
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Live gradient buffers, and live accumulators, for the memory ledger."""

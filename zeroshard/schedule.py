@@ -27,43 +27,12 @@ from .flat import Flat, Presence
 from .hook import Hook
 from .nonfinite import Faults
 from .observe import trace
-from .precision import LossScaler, cast_floating, map_tensors, tensors_in
+from .order import Order
+from .outputs import hook_outputs, left_in_attributes
+from .precision import LossScaler, cast_floating, map_tensors
 from .reducer import Reducer, gradient_of
 from .table import Extent, Place, StateTable
 from .unit import Unit
-
-
-class _Order:
-    """The order in which units were needed, recorded in one pass to be foreseen in the next."""
-
-    def __init__(self) -> None:
-        self.last: list[Unit] = []
-        self._now: list[Unit] = []
-        self._cursor = 0
-
-    def begin(self) -> None:
-        self._now, self._cursor = [], 0
-
-    def enter(self, unit: Unit, ahead: int) -> list[Unit]:
-        """Notes that ``unit`` is needed now; returns the units that came next the last time."""
-        if self._now and self._now[-1] is unit:
-            return []
-        self._now.append(unit)
-        try:
-            self._cursor = self.last.index(unit, self._cursor) + 1
-        except ValueError:
-            return []
-        return self.last[self._cursor : self._cursor + ahead]
-
-    @property
-    def at_end(self) -> bool:
-        """Whether nothing came after the unit that was entered last."""
-        return 0 < self._cursor == len(self.last)
-
-    def end(self) -> None:
-        if self._now:
-            self.last = self._now
-        self._now = []
 
 
 class Schedule:
@@ -87,7 +56,7 @@ class Schedule:
         self._published_late = table.optimizer.extent is Extent.SHARD or table.optimizer.place is Place.HOST
         self._config, self._reducer, self._scaler = config, reducer, scaler
         self._ahead = config.prefetch if config.prefetch is not None else 1
-        self._training, self._evaluation, self._backward = _Order(), _Order(), _Order()
+        self._training, self._evaluation, self._backward = Order(), Order(), Order()
         self._forward = self._evaluation
         self._in_backward: list[Unit] = []
         """Units whose backward has begun and is not known to be over."""
@@ -251,9 +220,9 @@ class Schedule:
             hook = self._before_backward_hooks[unit]
             if self._open:  # called inside another unit, whose backward goes on around this one's
                 hook = Hook(partial(self._before_backward, unit, enclosing=tuple(self._open)))
-            found = _hook_outputs(output, hook, "unit")
+            found = hook_outputs(output, hook, "unit")
             if self._sharded:  # a loss that a module leaves in an attribute, as mixtures of experts do
-                found += _hook_outputs(_left_in_attributes(self._parts[unit]), hook, "unit")
+                found += hook_outputs(left_in_attributes(self._parts[unit]), hook, "unit")
             blind = not found and bool(unit.trainable_flats)  # nothing will tell when its backward begins
             if blind:
                 self._blind.add(unit)
@@ -279,7 +248,7 @@ class Schedule:
                 output = map_tensors(
                     lambda tensor: tensor if tensor.grad_fn is None else tensor.view_as(tensor), output
                 )
-            _hook_outputs(output, self._before_model_backward_hook, "model")
+            hook_outputs(output, self._before_model_backward_hook, "model")
         return output
 
     def _gather_what_others_wait_for(self) -> None:
@@ -416,36 +385,6 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 def _no_graph() -> AbstractContextManager[None]:
     """``torch.no_grad()``, which costs more than most hooks, where a backward does not run without graph anyway."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-
-
-_KEPT = (Tensor, list, tuple, dict)
-
-
-def _left_in_attributes(modules: list[nn.Module]) -> list[Any]:
-    """What modules may have kept of a forward: tensors, or collections, in attributes of their own."""
-    return [
-        value
-        for module in modules
-        for name, value in vars(module).items()
-        if name[0] != "_" and isinstance(value, _KEPT)
-    ]
-
-
-def _hook_outputs(output: Any, hook: Hook, whose: str) -> int:
-    """Hooks the tensors that a unit, or the model, made; returns how many tensors have a history at all.
-
-    One that it only passes on belongs to who made it.
-    """
-    found = 0
-    for tensor in tensors_in(output):
-        node: Any = tensor.grad_fn
-        if node is not None:
-            found += 1
-            hooked: set[int] = node.metadata.setdefault(f"zeroshard.{whose}", set())
-            if tensor.output_nr not in hooked:
-                hooked.add(tensor.output_nr)
-                tensor.register_hook(hook)
-    return found
 
 
 def _announce_gradient(schedule: weakref.ref[Schedule], gradient: Tensor) -> None:
