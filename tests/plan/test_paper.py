@@ -56,6 +56,14 @@ def test_without_model_parallelism_stage_2_trains_nine_times_what_plain_data_par
     assert divided == pytest.approx(13, rel=0.1)
 
 
+def test_the_five_configurations_are_in_the_order_of_the_papers_figures() -> None:
+    order = ("C1", "C3", "C2", "C4", "C5")
+    largest = [claim(f"largest on 400, MP 16, {name}").ours for name in order]
+    cached = [claim(f"40B on 400, MP 16, {name}: cached").ours for name in order]
+    assert largest == sorted(largest)
+    assert cached == sorted(cached, reverse=True)
+
+
 def test_60b_is_super_linear_because_a_larger_batch_fits() -> None:
     machine, model = load("v100"), gpt(75, 8192)
     worlds = [gpus // 16 for gpus in paper.SUPER_LINEAR]

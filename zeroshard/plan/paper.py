@@ -173,6 +173,26 @@ def _lowest_degree(model: Transformer, gpus: int, stage: int, residual: Residual
     )
 
 
+CONFIGURATIONS = {
+    # stage, what of ZeRO-R, billions of the largest model, GB cached at most with 40B
+    "C1": (1, Residual(partitioned=False), 40, 29.5),
+    "C2": (1, Residual(), 60, 24.0),
+    "C3": (2, Residual(partitioned=False), 50, 25.3),
+    "C4": (2, Residual(), 140, 20.0),
+    "C5": (2, Residual(on_host=True), 150, 20.0),
+}
+
+
+def _residual_states(machine: Machine) -> Iterator[Claim]:
+    for name, (stage, residual, largest, _) in CONFIGURATIONS.items():
+        ours = largest_model(8192, Setup(stage=stage, world=25, model_parallel=16), machine, residual)
+        yield Claim("ZeRO, figure 6", f"largest on 400, MP 16, {name}", "B", largest, ours)
+    for name, (stage, residual, _, cached) in CONFIGURATIONS.items():
+        setup = Setup(stage=stage, world=25, model_parallel=16, batch=16)
+        ours = device_bytes(gpt(50, 8192), setup, residual) / GB
+        yield Claim("ZeRO, figure 7", f"40B on 400, MP 16, {name}: cached", "GB", cached, ours)
+
+
 # -- speed --------------------------------------------------------------------------------------------------------
 
 ZERO_RUNS = {
@@ -299,7 +319,13 @@ def _offload_speeds(machine: Machine) -> Iterator[Claim]:
 def table(machine: Machine | None = None) -> list[Claim]:
     """All claims: formulas, sizes, speeds."""
     machine = machine or load("v100")
-    return [*_theory(), *_sizes(machine), *_zero_speeds(machine), *_offload_speeds(machine)]
+    return [
+        *_theory(),
+        *_sizes(machine),
+        *_residual_states(machine),
+        *_zero_speeds(machine),
+        *_offload_speeds(machine),
+    ]
 
 
 def mean_error(claims: list[Claim]) -> float:

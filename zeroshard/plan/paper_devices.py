@@ -33,6 +33,8 @@ class Residual:
     """P_a: checkpoints are divided among model-parallel ranks."""
     bounded: bool = True
     """C_B: fused buffers have a constant size."""
+    on_host: bool = False
+    """P_a+cpu: checkpoints leave the device."""
 
 
 ZERO_R, BASELINE = Residual(), Residual(partitioned=False, bounded=False)
@@ -47,7 +49,7 @@ def device_bytes(model: Transformer, setup: Setup, residual: Residual = ZERO_R) 
     return (
         states.per_rank(setup.stage, setup.world)
         + (0 if residual.bounded else WHOLE_BUFFERS * parameters)
-        + checkpoints / (setup.model_parallel if residual.partitioned else 1)
+        + (0 if residual.on_host else checkpoints / (setup.model_parallel if residual.partitioned else 1))
         + 2 * WORKING * tokens * model.hidden
         + (2 + 4) * tokens * model.vocabulary / setup.model_parallel
         + RESERVED

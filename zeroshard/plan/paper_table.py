@@ -80,4 +80,6 @@ Where it is off:
 - Megatron-LM's batches are not known here; small ones over 64 devices and more come out too slow.
 - 10B with offload reached 35.1 TFLOPS on one GPU in one figure and 41.1 in another. The profile follows the second, so
   that all of the first come out too fast, most on 2 to 16 GPUs of one node, where theirs lost 15% and ours 2%.
+- With divided checkpoints stage 1 (C2) went less far than memory allows by our count, and C2, C4 and C5 cached more
+  than their tensors take: what their allocator kept besides is not modelled.
 - Stage 2 and Megatron-LM on 4 GPUs went less far than memory allows by our count."""
