@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.comparison import assert_equal_states, run
 from tests.models import Net, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
+from zeroshard import Activations
 
 Compile = Callable[[Net, Any], None]
 STEPS = 3
@@ -121,6 +123,36 @@ def test_a_block_is_one_graph_that_is_compiled_once_for_all_blocks_and_steps(
             compile_blocks(model, count)
         run(model, optimizer, loss_of, STEPS)
         assert graphs == [["layer_norm", "linear", "relu", "linear", "add"]], stage
+
+
+@on_ranks(2)
+def test_blocks_that_activations_recomputes_stay_compiled_or_it_is_said() -> None:
+    losses, _ = trained_plainly()
+    for compile_blocks, before in ((wrapped, True), (wrapped, False), (in_place, True), (in_place, False)):
+        torch.compiler.reset()
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: object, graphs: list[Any] = graphs) -> Callable[..., Any]:
+            graphs.append(graph)
+            return graph.forward
+
+        model = net(depth=3)
+        if before:
+            compile_blocks(model, keep)
+        model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=Activations())
+        if not before:
+            compile_blocks(model, keep)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert run(model, optimizer, loss_of, STEPS) == pytest.approx(losses, rel=1e-5)
+        found = [str(warning.message) for warning in told if "runs uncompiled" in str(warning.message)]
+        if compile_blocks is wrapped and before:
+            assert len(graphs) == 1
+            assert not found
+        else:
+            assert not graphs
+            assert len(found) == 3, "once for each block"
+            assert "'blocks.0' is compiled around what activations= recomputes" in found[0]
 
 
 @on_ranks(2)

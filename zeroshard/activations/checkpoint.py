@@ -7,6 +7,7 @@ while a block is recomputed and its gradients are computed.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,6 +95,32 @@ def _drop_all(kept: dict[int, Kept]) -> None:
         entry.drop()
 
 
+class _Recomputed(Hook):
+    """A block's forward that is recomputed. A graph that is compiled around it ends there, which must be said."""
+
+    __slots__ = ("_say",)
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        said: list[str] = []
+
+        def say() -> None:
+            if not said:
+                said.append(name)
+                warnings.warn(
+                    f"{name!r} is compiled around what activations= recomputes, and so runs uncompiled; compile the "
+                    "block by itself and before shard(), as in model.blocks[0] = torch.compile(model.blocks[0])",
+                    stacklevel=2,
+                )
+
+        self._say = compat.untraced(say)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            self._say()
+        return self._function(*args, **kwargs)
+
+
 class Checkpoints:
     """The checkpoints of one model."""
 
@@ -126,7 +153,7 @@ class Checkpoints:
                 )
             return self.run(forward, args, kwargs)
 
-        return Hook(recomputed)
+        return _Recomputed(name, recomputed)
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         if not compat.in_backward():
