@@ -240,13 +240,16 @@ def test_the_host_memory_that_checkpoints_wait_in_is_told() -> None:
     assert of_both == dataclasses.replace(of_states, checkpoints=host.checkpoints)
 
 
-@on_ranks(2)
-def test_memory_is_given_back_with_the_graph() -> None:
-    mesh = mesh_of(1, 2)
-    model = build(mesh)
-    model, optimizer = zeroshard.shard(
+def divided_in_an_arena() -> tuple[Net, torch.optim.Optimizer]:
+    model = build(mesh_of(1, 2))
+    return zeroshard.shard(
         model, adamw(model.parameters()), stage=2, activations=Activations(partition=True), arena=True
     )
+
+
+@on_ranks(2)
+def test_memory_is_given_back_with_the_graph() -> None:
+    model, optimizer = divided_in_an_arena()
     train(model, optimizer, 0)
     runtime = runtime_of(model)
     assert runtime.arena is not None
@@ -269,11 +272,7 @@ def test_memory_is_given_back_with_the_graph() -> None:
 
 @on_ranks(2)
 def test_an_arena_that_is_too_small_grows_and_says_so() -> None:
-    mesh = mesh_of(1, 2)
-    model = build(mesh)
-    model, optimizer = zeroshard.shard(
-        model, adamw(model.parameters()), stage=2, activations=Activations(partition=True), arena=True
-    )
+    model, optimizer = divided_in_an_arena()
     train(model, optimizer, 0, steps=2)
     with pytest.warns(UserWarning, match=r"arena: .* were too little for step 3, so it grew by"):
         train(model, optimizer, 0, steps=1, rows=600)

@@ -105,6 +105,16 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def assert_trains_as_alone(
+    model: Net, index: int, losses: list[list[float]], weights: dict[str, Tensor], **options: Any
+) -> Net:
+    """Sharded and trained on batch ``index``, with the results of ``trained_alone``."""
+    model, optimizer = zeroshard.shard(model, momentum(model.parameters()), **options)
+    torch.testing.assert_close(train(model, optimizer, index), losses[index], rtol=1e-5, atol=1e-6)
+    assert_close(zeroshard.full_state_dict(model), weights)
+    return model
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @on_ranks(4)
@@ -113,9 +123,11 @@ def test_two_by_two_ranks_train_as_one_does(stage: int, offload: str | None) -> 
     losses, weights, norms = trained_alone(2, clip=0.5)
     model = parallel_net(mesh)
     parameters = list(model.parameters())
-    model, optimizer = zeroshard.shard(
+    model = assert_trains_as_alone(
         model,
-        momentum(model.parameters()),
+        mesh["dp"].get_local_rank(),
+        losses,
+        weights,
         stage=stage,
         mesh=mesh["dp"],
         offload=offload,
@@ -123,12 +135,8 @@ def test_two_by_two_ranks_train_as_one_does(stage: int, offload: str | None) -> 
         **({} if offload is None else {"precision": "fp32"}),
     )
     assert all(mine is theirs for mine, theirs in zip(model.parameters(), parameters, strict=True))
-    index = mesh["dp"].get_local_rank()
-    ours = train(model, optimizer, index)
-    torch.testing.assert_close(ours, losses[index], rtol=1e-5, atol=1e-6)
     assert zeroshard.stats(model).grad_norm == pytest.approx(norms[-1], rel=1e-5)
     assert isinstance(model.blocks[0].up.weight, DTensor)
-    assert_close(zeroshard.full_state_dict(model), weights)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -136,10 +144,7 @@ def test_two_by_two_ranks_train_as_one_does(stage: int, offload: str | None) -> 
 def test_model_parallelism_alone_works_in_every_stage_and_needs_no_mesh(stage: int) -> None:
     mesh = mesh_of(1, 2)
     losses, weights, _ = trained_alone(1)
-    model = parallel_net(mesh)
-    model, optimizer = zeroshard.shard(model, momentum(model.parameters()), stage=stage)
-    torch.testing.assert_close(train(model, optimizer, 0), losses[0], rtol=1e-5, atol=1e-6)
-    assert_close(zeroshard.full_state_dict(model), weights)
+    model = assert_trains_as_alone(parallel_net(mesh), 0, losses, weights, stage=stage)
     assert zeroshard.stats(model).volume == {}
 
 
@@ -150,10 +155,7 @@ def test_parts_of_unequal_size_train_the_same(stage: int) -> None:
     losses, weights, _ = trained_alone(2, width=13)
     model = parallel_net(mesh, width=13)
     assert parallel.local(model.blocks[0].up.weight).shape[0] == (20, 19)[mesh["tp"].get_local_rank()]
-    model, optimizer = zeroshard.shard(model, momentum(model.parameters()), stage=stage)
-    index = mesh["dp"].get_local_rank()
-    torch.testing.assert_close(train(model, optimizer, index), losses[index], rtol=1e-5, atol=1e-6)
-    assert_close(zeroshard.full_state_dict(model), weights)
+    assert_trains_as_alone(model, mesh["dp"].get_local_rank(), losses, weights, stage=stage)
 
 
 @on_ranks(4)
@@ -173,11 +175,9 @@ def test_sequence_parallel_norms_get_the_sum_of_their_gradients() -> None:
                 "last": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
             },
         )
-        model, optimizer = zeroshard.shard(model, momentum(model.parameters()), stage=stage, clip_grad_norm=1e9)
         index = mesh["dp"].get_local_rank()
-        torch.testing.assert_close(train(model, optimizer, index), losses[index], rtol=1e-5, atol=1e-6)
+        model = assert_trains_as_alone(model, index, losses, weights, stage=stage, clip_grad_norm=1e9)
         assert zeroshard.stats(model).grad_norm == pytest.approx(norms[-1], rel=1e-5)
-        assert_close(zeroshard.full_state_dict(model), weights)
 
 
 @on_ranks(4)
@@ -213,12 +213,8 @@ def test_three_dimensions_replicas_shards_and_tensor_parallelism_of_one() -> Non
     losses, weights, _ = trained_alone(2)
     model = net(width=WIDTH, depth=2)
     parallelize_module(model, mesh["tp"], plan())
-    model, optimizer = zeroshard.shard(
-        model, momentum(model.parameters()), stage=3, mesh=mesh["replicas", "shards"], clip_grad_norm=1e9
-    )
-    index = mesh["replicas"].get_local_rank()
-    torch.testing.assert_close(train(model, optimizer, index), losses[index], rtol=1e-5, atol=1e-6)
-    assert_close(zeroshard.full_state_dict(model), weights)
+    options = {"stage": 3, "mesh": mesh["replicas", "shards"], "clip_grad_norm": 1e9}
+    model = assert_trains_as_alone(model, mesh["replicas"].get_local_rank(), losses, weights, **options)
     assert set(zeroshard.stats(model).volume_between) == {"all_reduce"}
 
 
@@ -227,11 +223,7 @@ def test_a_mesh_with_tensor_parallelism_first_is_understood_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     losses, weights, _ = trained_alone(2)
     for stage in (2, 3):
-        model = parallel_net(mesh)
-        model, optimizer = zeroshard.shard(model, momentum(model.parameters()), stage=stage)
-        index = mesh["dp"].get_local_rank()
-        torch.testing.assert_close(train(model, optimizer, index), losses[index], rtol=1e-5, atol=1e-6)
-        assert_close(zeroshard.full_state_dict(model), weights)
+        assert_trains_as_alone(parallel_net(mesh), mesh["dp"].get_local_rank(), losses, weights, stage=stage)
 
 
 @on_ranks(4)

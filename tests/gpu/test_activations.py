@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
@@ -24,6 +24,19 @@ from zeroshard.train.tensor_parallel import parallelise
 CONFIG = ModelConfig(layers=6, hidden=256, heads=4, sequence=128)
 
 
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 256, (batch, CONFIG.sequence), generator=generator).cuda()
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def trained(steps: int = 4, **options: Any) -> tuple[list[float], dict[str, Tensor], Any]:
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -31,15 +44,7 @@ def trained(steps: int = 4, **options: Any) -> tuple[list[float], dict[str, Tens
     model, optimizer = zeroshard.shard(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), device="cuda:0", stage=2, **options
     )
-    losses = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 256, (8, 128), generator=generator).cuda()
-        loss = model(tokens, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(model, optimizer, steps, batch=8)
     return losses, zeroshard.full_state_dict(model), model
 
 
@@ -98,16 +103,7 @@ def test_tensor_parallel_ranks_that_share_a_gpu_train_as_one_does(stage: int) ->
         model, optimizer = zeroshard.shard(
             model, torch.optim.SGD(model.parameters(), lr=0.1), device="cuda:0", stage=stage, **options
         )
-        found = []
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(0, 256, (4, 128), generator=generator).cuda()
-            loss = model(tokens, tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
+        losses.append(losses_of(model, optimizer, 3, batch=4))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
     # Recomputed and gathered bit for bit; but kernels that add with atomics may differ from run to run.
     torch.testing.assert_close(losses[2], losses[1], rtol=1e-5, atol=1e-6)
