@@ -63,9 +63,14 @@ class Saving:
         self._abandoned = threading.Event()
         self._error: BaseException | None = None
         self._told = False
+        self._agreed, self._given_up = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="zeroshard checkpoint", daemon=True)
         self._thread.start()
         _unfinished.add(self)
+
+    def begin(self) -> None:
+        """All ranks are ready. Not before: a writer would take their time from those that still agree."""
+        self._agreed.set()
 
     @property
     def done(self) -> bool:
@@ -89,6 +94,8 @@ class Saving:
 
     def finish_at_exit(self) -> None:
         """Waits without the other ranks, and says on stderr what went wrong."""
+        if not self._agreed.is_set():  # interrupted before all were ready
+            self.give_up()
         written, since = -1, time.monotonic()
         while not self._done.wait(SLOWEST_POLL_SECONDS):
             if (now := bytes_in(partial_of(self.path, self._token))) != written:
@@ -104,7 +111,8 @@ class Saving:
 
     def give_up(self) -> None:
         """Ends it where another rank could not begin, which all have been told."""
-        self.abandon()
+        self._given_up = True
+        self._agreed.set()
         self._done.wait()
         self._told = True
         _unfinished.discard(self)
@@ -113,7 +121,10 @@ class Saving:
 
     def _run(self) -> None:
         rank, folder = self._fabric.rank, partial_of(self.path, self._token)
+        self._agreed.wait()
         try:
+            if self._given_up:
+                raise CheckpointError("another rank could not begin")
             contents, self._contents = self._contents, None
             assert contents is not None
             write_part(folder, self._token, rank, contents.held, contents.scalars, contents.values)

@@ -111,7 +111,6 @@ def prepare(path: Path, token: str) -> Claim:
         for folder in filter(claim.supersedes, _partials_of(path)):
             with contextlib.suppress(OSError):
                 _remove(folder)
-        sync_folder(partial.parent)
     except BaseException:
         discard(claim)
         raise

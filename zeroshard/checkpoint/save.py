@@ -112,11 +112,12 @@ def save(
             del contents
             try:
                 agree(fabric, problem)
-            except Exception:
+            except BaseException:
                 if saving is not None:
                     saving.give_up()
                 raise
         assert saving is not None
+        saving.begin()
         if asynchronous:
             latest.begin(saving)
         else:
