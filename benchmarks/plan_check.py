@@ -247,20 +247,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def told(what: str, number: int) -> None:
         spent = time.perf_counter() - begin
-        print(f"\r{what} {number} of {len(wanted)}, {spent:.0f} s ", end="", file=sys.stderr, flush=True)
+        print(f"{number} of {len(wanted)}, {spent:.0f} s: {what}", file=sys.stderr, flush=True)
 
     if on_gpu and given.measure in ("all", "times"):
         taken: dict[Case, list[float]] = {case: [] for case in wanted}
         for turn in range(given.rounds):
             for number, case in enumerate(wanted, 1):
                 taken[case].append(seconds_of_a_step(case, device))
-                told(f"timed ({turn + 1} of {given.rounds})", number)
+                told(f"round {turn + 1}, {case.name}: {1e3 * taken[case][-1]:.1f} ms", number)
         found = {case: replace(found[case], seconds=statistics.mean(taken[case])) for case in wanted}
     if given.measure in ("all", "memory"):
         for number, case in enumerate(wanted, 1):
             found[case] = replace(measure(case, device), seconds=found[case].seconds)
-            told("measured", number)
-    print(file=sys.stderr)
+            told(f"memory, {case.name}", number)
     compared = [compare(case, measured, device, machine) for case, measured in found.items()]
     advised = recommendations(compared)
     show(compared, advised, Console() if sys.stdout.isatty() else Console(width=170))
