@@ -2,13 +2,16 @@
 
 Checkpoints are kept from forward to backward, and reduced gradients from backward to step. Between them torch's
 allocator makes and frees what each operator needs, and can be left with free memory in pieces that are too small. Here
-the long-lived ones have a place of their own, as large as the first step shows that it must be.
+the long-lived ones have a place of their own, as large as the first step shows that it must be: what comes and goes in
+it is placed in a space without end, and as far as that was used the block reaches. So a step that takes and gives back
+the same in the same order has room, gaps between pieces included.
 """
 
 from __future__ import annotations
 
 import bisect
 import warnings
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -17,6 +20,8 @@ from ..layout import round_up
 
 BOUNDARY = 512
 """Every tensor starts at a multiple of this many bytes, as in torch's allocator."""
+WITHOUT_END = 1 << 62
+"""Bytes of a space that is never full."""
 
 
 class Space:
@@ -33,6 +38,8 @@ class Space:
         self.size = size
         self._free = [(0, size)] if size else []
         """Start and size of each free range, in order."""
+        self.reached = 0
+        """The furthest that anything ever taken ended."""
 
     def take(self, size: int) -> int | None:
         """Where so many bytes are free; None if nowhere."""
@@ -40,6 +47,7 @@ class Space:
             if free >= size:
                 rest = [(start + size, free - size)] if free > size else []
                 self._free[index : index + 1] = rest
+                self.reached = max(self.reached, start + size)
                 return start
         return None
 
@@ -54,6 +62,11 @@ class Space:
         self._free.insert(index, (start, size))
 
     @property
+    def taken(self) -> int:
+        """Bytes that are not free."""
+        return self.size - sum(size for _, size in self._free)
+
+    @property
     def largest(self) -> int:
         """The largest free range."""
         return max((size for _, size in self._free), default=0)
@@ -62,38 +75,36 @@ class Space:
 class Slot:
     """A tensor's place in the arena, or memory of its own while the arena has none. Given back with ``free()``."""
 
-    def __init__(self, arena: DeviceArena, tensor: Tensor, place: tuple[Space, int] | None) -> None:
+    def __init__(self, arena: DeviceArena, tensor: Tensor, space: Space, start: int, *, in_arena: bool) -> None:
         self.tensor: Tensor | None = tensor
-        self._size = round_up(max(tensor.nbytes, 1), BOUNDARY)
-        self._arena, self._place = arena, place
-
-    @property
-    def in_arena(self) -> bool:
+        self.in_arena = in_arena
         """Whether it has a place there, rather than memory of its own."""
-        return self._place is not None
+        self._arena, self._space, self._start = arena, space, start
 
     def free(self) -> None:
         """Gives the place back. Nothing may use the tensor after."""
         if self.tensor is None:
             return
-        self.tensor = None
-        if self._place is None:
-            self._arena.homeless -= self._size
-        else:
-            space, start = self._place
-            space.give_back(start, self._size)
+        size, self.tensor = _size_of(self.tensor.nbytes), None
+        self._arena.returned.append((self._space, self._start, size))
+
+
+def _size_of(exact: int) -> int:
+    return round_up(max(exact, 1), BOUNDARY)
 
 
 class DeviceArena:
-    """Places for long-lived tensors. It is sized by what the first step needs at once."""
+    """Places for long-lived tensors. It is sized by what the first step needs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._blocks: list[tuple[Space, Tensor]] = []
-        self.homeless = 0
-        """Bytes alive that have no place."""
-        self._missing = 0
-        """The most of them since the last step."""
+        self._wanted = Space(WITHOUT_END)
+        """Where this step's tensors without a place would lie, had there been a block for them."""
+        self.returned: deque[tuple[Space, int, int]] = deque()
+        """Places that are to be free again: a finalizer may give one back in the midst of ``take``."""
+        self._alive = self._most = self._most_before = 0
+        """Bytes alive; the most of them since the last step, and in all steps before."""
 
     @property
     def size(self) -> int:
@@ -105,24 +116,50 @@ class DeviceArena:
         """The blocks, for the memory ledger."""
         return [block for _, block in self._blocks]
 
+    @property
+    def homeless(self) -> int:
+        """Bytes alive that have no place."""
+        self._free_returned()
+        return self._alive - sum(space.taken for space, _ in self._blocks)
+
     def take(self, numel: int, dtype: torch.dtype) -> Slot:
         """Room for so many elements."""
+        self._free_returned()
         exact = numel * dtype.itemsize
-        size = round_up(max(exact, 1), BOUNDARY)
+        size = _size_of(exact)
         for space, block in self._blocks:
             start = space.take(size)
             if start is not None:
-                return Slot(self, block[start : start + exact].view(dtype), (space, start))
-        self.homeless += size
-        self._missing = max(self._missing, self.homeless)
-        return Slot(self, torch.empty(numel, dtype=dtype, device=self._device), None)
+                slot = Slot(self, block[start : start + exact].view(dtype), space, start, in_arena=True)
+                break
+        else:
+            tensor = torch.empty(numel, dtype=dtype, device=self._device)
+            start = self._wanted.take(size)
+            assert start is not None
+            slot = Slot(self, tensor, self._wanted, start, in_arena=False)
+        self._alive += size
+        self._most = max(self._most, self._alive)
+        return slot
+
+    def _free_returned(self) -> None:
+        while self.returned:
+            space, start, size = self.returned.popleft()
+            space.give_back(start, size)
+            self._alive -= size
 
     def settle(self, step: int) -> None:
-        """After a step, when little is alive: makes room for what had none."""
-        missing, self._missing = self._missing, self.homeless
+        """After a step, when little is alive: makes room for what had none.
+
+        Where no more was alive than in an earlier step, pieces of other sizes or in another order left gaps, and there
+        is nothing that a user could do about it.
+        """
+        self._free_returned()
+        missing, self._wanted = self._wanted.reached, Space(WITHOUT_END)
+        most, self._most = self._most, self._alive
+        before, self._most_before = self._most_before, max(self._most_before, most)
         if not missing:
             return
-        if self._blocks:
+        if self._blocks and most > before:
             warnings.warn(
                 f"arena: {self.size / 2**20:.1f} MiB, which earlier steps took, were too little for step {step}, so it "
                 f"grew by {missing / 2**20:.1f} MiB, in a block of its own; begin with the largest batch to have one",
