@@ -62,7 +62,7 @@ LAYERS = [
     {"offload.worker"},
     {"offload.fallback", "offload.library"},
     {"offload.segment", "offload.cores", "offload.native.build"},
-    {"activations.arena", "observe.trace"},
+    {"activations.arena", "activations.part", "observe.trace"},
     {"parallel"},
     {"config", "table"},
     {"offload.options"},

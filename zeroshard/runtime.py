@@ -74,6 +74,7 @@ class Runtime(NotCopyable):
         self._volume_between: dict[str, Traffic] = {}
         self._volume_model: dict[str, Traffic] = {}
         self._host_traffic: dict[str, int] = {}
+        self._checkpoint_traffic: dict[str, int] = {}
         self.optimizer: ShardedOptimizer | None = None
         self.names_only = False
         """See ``guards.names_only``."""
@@ -218,6 +219,7 @@ class Runtime(NotCopyable):
             memory=self.memory(),
             host_memory=self._host_memory(),
             host_traffic=dict(self._host_traffic),
+            checkpoint_traffic=dict(self._checkpoint_traffic),
             memory_at_step=self._ledger.at_step(),
             grad_norm=None if norm is None or compat.is_fake(norm) else float(norm),
             steps=0 if optimizer is None else optimizer.steps,
@@ -249,6 +251,8 @@ class Runtime(NotCopyable):
         self._volume = self.fabric.meter.take()
         if self.pipeline is not None:
             self._host_traffic = self.pipeline.take_traffic()
+        if self.checkpoints is not None:
+            self._checkpoint_traffic = self.checkpoints.stores.take_traffic()
         self._volume_between = self.fabric.meter_between.take()
         self._volume_model = self.fabric.meter_model.take()
         if self.arena is not None and self.optimizer is not None:

@@ -121,8 +121,10 @@ def test_without_model_parallelism_whole_checkpoints_go_to_the_host() -> None:
         plain = trained(None, stage=stage)
         ours = trained(None, stage=stage, activations=Activations(offload=True))
         assert_same_bits(ours, plain, stage)
+        one = 3 * 6 * 10 * 4  # blocks, rows, width, fp32
+        assert zeroshard.stats(ours[2]).checkpoint_traffic == {"to the host": one, "to the device": one}
+        assert not zeroshard.stats(plain[2]).checkpoint_traffic
         stores = runtime_of(ours[2]).checkpoints.stores
-        assert stores.bytes_to_host == stores.bytes_to_device == 3 * 3 * 6 * 10 * 4  # steps, blocks, rows, width, fp32
         assert stores.host is not None
         assert stores.host.bytes <= 3 * 384  # three slots, used again
 
@@ -170,6 +172,44 @@ def test_gathers_of_checkpoints_are_under_a_tenth_of_tensor_parallelisms_own() -
     ours = zeroshard.stats(model).volume_model["all_gather"].elements
     assert ours == 4 * 2 * 16 * 32
     assert ours < 0.1 * own
+
+
+@on_ranks(4)
+def test_what_checkpoints_move_is_planned_to_the_byte() -> None:
+    from zeroshard.plan.models import from_config
+    from zeroshard.plan.shape import Setup
+    from zeroshard.plan.volume import volume
+    from zeroshard.train.gpt import GPT, ModelConfig
+    from zeroshard.train.tensor_parallel import parallelise
+
+    mesh = mesh_of(2, 2)
+    config = ModelConfig(layers=3, hidden=40, heads=4, sequence=7)  # of 560 elements, parts have 320 and 240
+    for options in (Activations(partition=True), Activations(offload=True), Activations(partition=True, offload=True)):
+        model = GPT(config)
+        parallelise(model, mesh["tp"])
+        model, optimizer = zeroshard.shard(
+            model, adamw(model.parameters()), stage=2, activations=options, offload="cpu", precision="bf16"
+        )
+        tokens = torch.zeros(2, 7, dtype=torch.long)
+        for _ in range(2):
+            for _ in range(2):  # micro-batches
+                model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = zeroshard.stats(model)
+        setup = Setup(stage=2, world=2, model_parallel=2, batch=2, sequence=7, micro_batches=2, activations=options)
+        moved = volume(from_config(config), setup)
+        gathered = sum(traffic.elements for traffic in counted.volume_model.values())
+        assert moved.checkpoints_gathered == gathered == (2 * 3 * 640 if options.partition else 0)
+        held = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
+        if options.offload and (not options.partition or mesh["tp"].get_local_rank() == 0):
+            assert held == dict(counted.checkpoint_traffic)
+        elif options.offload:  # the last rank's part is smaller
+            assert dict(counted.checkpoint_traffic) == {way: size * 240 // 320 for way, size in held.items()}
+        else:
+            assert not any(held.values())
+            assert not counted.checkpoint_traffic
+        assert sum(counted.host_traffic.values()) > 0  # states, which are told apart from checkpoints
 
 
 class Pair(NamedTuple):

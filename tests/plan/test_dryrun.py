@@ -106,3 +106,17 @@ def test_the_command_tells_device_and_host_apart_and_speaks_json(capsys: pytest.
     assert told["at_step"]["model_states"] == told["plan"]["model_states"]
     assert told["volume_elements"] == told["plan"]["volume_elements"]
     assert sum(told["host"].values()) == told["plan"]["host"]
+
+
+def test_the_command_sets_what_checkpoints_move_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["dryrun", "tiny", "--world", "8", "--tensor-parallel", "2", "--without-gpu"]
+    asked += ["--set", "shard.activations.partition=true", "--set", "shard.activations.offload=true"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert "checkpoints gathered (P_a), Ψ" in printed
+    assert "checkpoints to and from the host, GB" in printed
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    for key in ("volume_model_elements", "checkpoint_traffic"):
+        assert told[key]
+        assert told[key] == told["plan"][key]

@@ -24,6 +24,7 @@ from zeroshard.plan.budget import Budget, Phase, budget
 from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup, Transformer
+from zeroshard.plan.volume import volume
 from zeroshard.train.gpt import ModelConfig
 from zeroshard.train.job import load_job
 
@@ -55,6 +56,21 @@ def test_the_planned_peak_is_that_of_a_dry_run(stage: int, way: str) -> None:
     assert result.peak == pytest.approx(needs.peak.total, rel=0.03)
     assert needs.host.total == needs.host_checkpoints == (0 if result.host is None else result.host.total)
     assert needs.host_checkpoints == (CONFIG.layers * ONE // 4 if way == "P_a+cpu" else 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_checkpoints_move_is_planned_to_the_byte(stage: int, way: str) -> None:
+    result = divided_by_four(stage, way)
+    moved = volume(
+        from_config(CONFIG), Setup(stage=stage, world=4, model_parallel=4, batch=BATCH, activations=WAYS[way])
+    )
+    assert moved.checkpoints_gathered == result.volume_model_elements
+    assert moved.elements == result.volume_elements
+    assert (moved.checkpoints_gathered > 0) == ("P_a" in way)
+    to_and_fro = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
+    assert to_and_fro == (dict(result.checkpoint_traffic) or dict.fromkeys(to_and_fro, 0))
+    assert moved.checkpoints_to_host == (CONFIG.layers * ONE // 4 if way == "P_a+cpu" else 0)
 
 
 @pytest.mark.parametrize("degree", [1, 4])
@@ -200,6 +216,13 @@ def test_the_command_plans_divided_checkpoints(capsys: pytest.CaptureFixture[str
     assert main(["plan", "--model", "zero-40b", *hardware]) == 0
     given = json.loads(capsys.readouterr().out)
     assert "activations=zeroshard.Activations(partition=True)" in json.dumps(given)
+    shape = from_config(load_job("zero-40b").model)
+    for row in given["rows"]:
+        gathered = shape.layers * row["batch"] * 1024 * shape.hidden
+        assert row["volume"]["checkpoints_gathered"] == gathered
+        assert row["volume"]["checkpoints_to_host"] == 0
+    assert main(["plan", "--model", "zero-40b", *hardware[:-1]]) == 0
+    assert "P_a: checkpoints" in capsys.readouterr().out
     assert main(["plan", "--model", "zero-8b", "--partition", *hardware]) == 2
     assert "--partition divides checkpoints among model-parallel ranks" in capsys.readouterr().err
     assert main(["plan", "--model", "zero-8b", "--model-parallel", "16", *hardware]) == 2

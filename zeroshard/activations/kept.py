@@ -23,12 +23,10 @@ from ..bounds import ON_THEIR_WAY
 from ..comm import Fabric
 from ..config import Activations
 from ..lane import Done, Pending, wait_on_host
-from ..layout import round_up
+from ..observe import trace
 from .arena import DeviceArena, Slot
 from .host import HostPool
-
-ALIGNMENT = 64
-"""Parts are multiples of so many elements."""
+from .part import part_of
 
 
 class Stores:
@@ -37,7 +35,7 @@ class Stores:
     def __init__(self, options: Activations, fabric: Fabric, arena: DeviceArena | None, local_ranks: int) -> None:
         self.options, self.fabric, self.arena = options, fabric, arena
         self.host = HostPool(fabric.device, local_ranks) if options.offload else None
-        self.bytes_to_host = self.bytes_to_device = 0
+        self._traffic = {trace.DOWN: 0, trace.UP: 0}
         self._leaving: deque[_Leaving] = deque()
 
     def parts_of(self, tensor: Tensor) -> int:
@@ -49,8 +47,17 @@ class Stores:
         target = slot[: source.nbytes].view(source.dtype)
         pending = self.fabric.model.run(lambda: target.copy_(source, non_blocking=True))
         self._leaving.append(_Leaving(pending, source, slot, watch))
-        self.bytes_to_host += source.nbytes
+        self.count(trace.DOWN, source.nbytes)
         self.let_go(ON_THEIR_WAY)
+
+    def count(self, way: str, size: int) -> None:
+        """Notes bytes that are to cross between host and device."""
+        self._traffic[way] += size
+
+    def take_traffic(self) -> dict[str, int]:
+        """What crossed since this was last asked; nothing at all where checkpoints stay on the device."""
+        taken, self._traffic = self._traffic, {trace.DOWN: 0, trace.UP: 0}
+        return {} if self.host is None else taken
 
     def let_go(self, at_most: int) -> None:
         """Waits, on the device, for copies to the host, until no more than so many hold their source."""
@@ -133,7 +140,7 @@ class Kept:
         self._coming: tuple[Pending, Tensor] | None = None
         self._parts = stores.parts_of(tensor)
         self._rank = stores.fabric.model.rank if self._parts > 1 else 0
-        self._part = round_up(-(-self._numel // self._parts), ALIGNMENT) if self._parts > 1 else self._numel
+        self._part = part_of(self._numel, self._parts)
         self._watch: _Watch | None = None
         # In-place operations on a DTensor are counted on its outside.
         self._put_away(elements, _Watch(elements if self._outside is None else self._outside))
@@ -180,7 +187,7 @@ class Kept:
             slice_of_mine[:numel].copy_(source, non_blocking=True)
 
         if host is not None:
-            stores.bytes_to_device += numel * self._dtype.itemsize
+            stores.count(trace.UP, numel * self._dtype.itemsize)
         if self._parts > 1:
             self._coming = (lane.all_gather(whole, slice_of_mine, self._label, fill), whole)
         else:

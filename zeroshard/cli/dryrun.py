@@ -205,14 +205,21 @@ class _Seen:
             "peak": self.run.peak,
             "at_rest": self.run.at_rest,
             "volume_elements": self.run.volume_elements,
+            "volume_model_elements": self.run.volume_model_elements,
             "host_traffic": dict(self.run.host_traffic),
+            "checkpoint_traffic": dict(self.run.checkpoint_traffic),
             "plan": {
                 "model_states": needs.at_step.model_states,
                 "host": needs.host.total,
                 "peak": needs.peak.total,
                 "at_rest": needs.at_rest.total,
                 "volume_elements": moved.elements,
+                "volume_model_elements": moved.checkpoints_gathered,
                 "host_traffic": {"to the host": moved.to_host, "to the device": moved.to_device},
+                "checkpoint_traffic": {
+                    "to the host": moved.checkpoints_to_host,
+                    "to the device": moved.checkpoints_to_device,
+                },
             },
         }
 
@@ -244,11 +251,17 @@ class _Seen:
             table.add_row("to and from the host, bytes a parameter", f"{counted:.3f}", f"{planned:.3f}")
         if result.host is not None and result.host.checkpoints:
             table.add_row("checkpoints on the host, GB", _gb(result.host.checkpoints), _gb(needs.host_checkpoints))
+            planned = moved.checkpoints_to_host + moved.checkpoints_to_device
+            crossed = sum(result.checkpoint_traffic.values())
+            table.add_row("checkpoints to and from the host, GB", _gb(crossed), _gb(planned))
         whole, written = paper_volume(stage, self._data_ranks, result.kept / result.parameters)
         counted, planned = result.volume_elements / result.parameters, moved.elements / result.parameters
-        table.add_row(
-            "volume per step, Ψ", f"{counted:.3f}", f"{planned:.3f}", f"{whole:.3f}", written, end_section=True
-        )
+        table.add_row("volume per step, Ψ", f"{counted:.3f}", f"{planned:.3f}", f"{whole:.3f}", written)
+        if result.volume_model or moved.checkpoints_gathered:
+            counted = result.volume_model_elements / result.parameters
+            planned = moved.checkpoints_gathered / result.parameters
+            table.add_row("checkpoints gathered (P_a), Ψ", f"{counted:.3f}", f"{planned:.3f}")
+        table.add_section()
         for cells in _peak(result, needs):
             table.add_row(*cells)
         table.add_row("between two steps, GB", _gb(result.at_rest), _gb(needs.at_rest.total))

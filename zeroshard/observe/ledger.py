@@ -76,8 +76,11 @@ class Stats:
     """With offload: this rank's states in host memory. Gradients there include the slots they land in. With
     ``Activations(offload=True)``, also what checkpoints wait in."""
     host_traffic: Mapping[str, int]
-    """With offload: bytes "to the host" and "to the device" that the last step asked for, also where the copies are
-    made behind the next one."""
+    """With offload: bytes of model states "to the host" and "to the device" that the last step asked for, also where
+    the copies are made behind the next one."""
+    checkpoint_traffic: Mapping[str, int]
+    """With ``Activations(offload=True)``: bytes of activation checkpoints "to the host" and "to the device" in the last
+    step, beside ``host_traffic``."""
     memory_at_step: Memory | None
     """This rank's memory between backward and update of the last step, as the papers count it."""
     grad_norm: float | None

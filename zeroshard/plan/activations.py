@@ -7,9 +7,10 @@ stream stays whole, and so does what a checkpoint keeps of it, unless it is divi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ..activations.part import part_of
 from ..bounds import ON_THEIR_WAY
 from ..offload.arena import aligned
 from .shape import Setup, Transformer
@@ -48,6 +49,30 @@ class Activations:
     """Gradients of the root's that come before those of the blocks, and so wait for the others."""
 
 
+class CheckpointShape(NamedTuple):
+    """Elements of one block's checkpoint."""
+
+    held: int
+    """What a rank keeps of it, at most."""
+    gathered: int
+    """What model-parallel ranks gather to have it again (P_a), padding included."""
+
+
+def checkpoint_shape(model: Transformer, setup: Setup) -> CheckpointShape:
+    """Of what goes from block to block.
+
+    >>> from ..config import Activations
+    >>> gpt = Transformer(layers=2, hidden=64, heads=4, vocabulary=256)
+    >>> setup = Setup(stage=2, model_parallel=4, sequence=15, activations=Activations(partition=True))
+    >>> checkpoint_shape(gpt, setup)
+    CheckpointShape(held=256, gathered=1024)
+    """
+    whole, kept = setup.batch * setup.sequence * model.hidden, setup.activations
+    ranks = setup.model_parallel if kept is not None and kept.partition else 1
+    part = part_of(whole, ranks)
+    return CheckpointShape(min(part, whole), ranks * part if ranks > 1 else 0)
+
+
 def transformer_activations(model: Transformer, setup: Setup) -> Activations:
     """Those of one micro-batch on one rank."""
     width, ranks = setup.width, setup.model_parallel
@@ -73,7 +98,7 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
     if setup.checkpointing and kept is not None and (kept.partition or kept.offload):
         recomputed += (1 + kept.prefetch) * stream  # brought back whole: the block's own, and those ahead
         passing += ON_THEIR_WAY * stream if kept.offload else 0
-        part = math.ceil(stream / ranks) if kept.partition else stream
+        part = width * checkpoint_shape(model, setup).held
         checkpoint, host = (0, model.layers * aligned(part)) if kept.offload else (part, 0)
 
     # Head and loss: the last norm, and the softmax in fp32.

@@ -41,7 +41,9 @@ class DryRun:
     host: Memory | None
     """With offload: model states in host memory."""
     host_traffic: Mapping[str, int]
-    """With offload: bytes that crossed between host and device in a step."""
+    """With offload: bytes of model states that crossed between host and device in a step."""
+    checkpoint_traffic: Mapping[str, int]
+    """With ``Activations(offload=True)``: bytes of checkpoints that did."""
     peak: int
     """Bytes alive at once at most in the last step, activations included."""
     at_peak: Memory
@@ -59,6 +61,10 @@ class DryRun:
     @property
     def volume_elements(self) -> int:
         return sum(traffic.elements for traffic in self.volume.values())
+
+    @property
+    def volume_model_elements(self) -> int:
+        return sum(traffic.elements for traffic in self.volume_model.values())
 
 
 def dry_run(
@@ -169,6 +175,7 @@ def _report(model: nn.Module, peak: int, at_rest: int, at_peak: Memory, *, real:
         at_step=seen.memory_at_step,
         host=seen.host_memory,
         host_traffic=seen.host_traffic,
+        checkpoint_traffic=seen.checkpoint_traffic,
         peak=peak,
         at_peak=at_peak,
         at_rest=at_rest,

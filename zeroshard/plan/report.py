@@ -48,6 +48,9 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     table.add_column(f"peak of one rank; {BAR} characters are {hardware.device_memory / GB:.4g} GB", no_wrap=True)
     for title in ("GB", "room", "host GB", "volume"):
         table.add_column(title, justify="right", no_wrap=True)
+    gathers = any(row.volume.checkpoints_gathered for row in rows)
+    if gathers:
+        table.add_column("P_a", justify="right", no_wrap=True)
     timed = any(row.time is not None for row in rows)
     if timed:
         table.add_column("step", justify="right", no_wrap=True)
@@ -64,6 +67,8 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
             Text(_gb(host) if host else "", style="red" if host and row.host_room < 0 else ""),
             f"{row.volume.elements / _per_rank(row):.2f}Ψ",
         ]
+        if gathers:
+            cells.append(f"{row.volume.checkpoints_gathered / _per_rank(row):.2f}Ψ")
         if timed:
             cells += [f"{row.time.total:.3g} s", row.time.bottleneck.value] if row.time is not None else ["", ""]
         table.add_row(*cells, style="bold" if row is best else "" if row.fits else "dim")
@@ -73,7 +78,8 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     )
     console.print(legend)
     console.print(
-        "room: beside what driver and allocator take; host GB: of one rank, red if its part of the node has less\n",
+        "room: beside what driver and allocator take; host GB: of one rank, red if its part of the node has less"
+        + ("; P_a: checkpoints\nthat model-parallel ranks gather in a step\n" if gathers else "\n"),
         highlight=False,
     )
 
@@ -126,6 +132,9 @@ def print_recommendation(
         table.add_row("host memory, pinned", _gb(needs.host.pinned), "")
         table.add_row("host memory, pageable", _gb(needs.host.pageable), "")
     console.print(table)
+    if best.volume.checkpoints_to_host:
+        down, up = _gb(best.volume.checkpoints_to_host), _gb(best.volume.checkpoints_to_device)
+        console.print(f"Checkpoints: {down} GB to the host in a step, and {up} GB back.", highlight=False)
     why = "the fastest that fits" if best.time is not None else "it fits and changes least"
     console.print(f"\nTake stage {setup.stage}, offload {best.variant.name}: {why}.", style="bold", highlight=False)
     if setup.offload is not None and setup.offload.update_in_backward:

@@ -1,12 +1,16 @@
-"""What a step communicates between ranks, and between host and device: exact, as ``stats(model)`` counts it."""
+"""What a step communicates between ranks, and between host and device: exact, as ``stats(model)`` counts it.
+
+Of a checkpoint that divides unevenly it is what the first model-parallel rank keeps, which has no less than others.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..table import Extent, state_table
+from .activations import checkpoint_shape
 from .budget import Model, place, units_of
-from .shape import Setup
+from .shape import Setup, Transformer
 
 
 @dataclass(frozen=True)
@@ -19,12 +23,19 @@ class Volume:
     all_reduce: int = 0
     """Counted twice: it is a reduce-scatter and an all-gather."""
     to_host: int = 0
-    """Bytes."""
+    """Bytes of model states."""
     to_device: int = 0
-    """Bytes."""
+    """Bytes of model states."""
+    checkpoints_gathered: int = 0
+    """P_a: elements of whole checkpoints, between model-parallel ranks."""
+    checkpoints_to_host: int = 0
+    """P_a+cpu: bytes."""
+    checkpoints_to_device: int = 0
+    """P_a+cpu: bytes."""
 
     @property
     def elements(self) -> int:
+        """Between data-parallel ranks."""
         return self.all_gather + self.reduce_scatter + self.all_reduce
 
 
@@ -65,4 +76,14 @@ def volume(model: Model, setup: Setup) -> Volume:
             up = width * own
     if setup.world == 1:
         gathered = reduced = summed = 0
-    return Volume(gathered, reduced, summed, down, up)
+    return Volume(gathered, reduced, summed, down, up, *_of_checkpoints(model, setup))
+
+
+def _of_checkpoints(model: Model, setup: Setup) -> tuple[int, int, int]:
+    """Elements that are gathered, and bytes to the host and to the device. Of a traced model they are not known."""
+    kept = setup.activations
+    if kept is None or not setup.checkpointing or not isinstance(model, Transformer):
+        return 0, 0, 0
+    count, one = setup.micro_batches * model.layers, checkpoint_shape(model, setup)
+    moved = count * setup.width * one.held if kept.offload else 0
+    return count * one.gathered, moved, moved
