@@ -70,7 +70,7 @@ class Case:
 
 
 def jobs(on_gpu: bool) -> dict[str, Job]:
-    """Small ones, so that many fit in minutes; without a GPU tiny ones."""
+    """Small ones, so that many fit in minutes, and a batch of four for which launching is all; without a GPU tiny ones."""
 
     def job(name: str, layers: int, hidden: int, heads: int, batch: int, **more: Any) -> Job:
         shape: dict[str, Any] = {"sequence": 1024, "vocabulary": 50304, "checkpointing": True}
@@ -80,11 +80,11 @@ def jobs(on_gpu: bool) -> dict[str, Job]:
         return Job(name, ModelConfig(layers=layers, hidden=hidden, heads=heads, **{**shape, **more}), batch)
 
     return {
-        "124M": job("124M", 12, 768, 12, 8),
-        "124M, all kept": job("124M, all kept", 12, 768, 12, 8, checkpointing=False),
+        "124M": job("124M", 12, 768, 12, 32),
+        "124M, all kept": job("124M, all kept", 12, 768, 12, 16, checkpointing=False),
         "355M": job("355M", 24, 1024, 16, 4),
-        "355M, more": job("355M", 24, 1024, 16, 16),
-        "774M": job("774M", 36, 1280, 20, 8),
+        "355M, more": job("355M", 24, 1024, 16, 32),
+        "774M": job("774M", 36, 1280, 20, 16),
         "1.5B": job("1.5B", 48, 1600, 25, 8),
     }
 
@@ -99,8 +99,8 @@ def cases(on_gpu: bool) -> list[Case]:
     found += [Case(known["124M"], 1, 0, way) for way in ("cpu, half", "cpu, delayed")]
     found += [Case(known["124M"], 1, 0, "none", "fp32"), Case(known["124M"], 1, 2, "cpu", "fp32")]
     found += [Case(known["124M, all kept"], 1, 0), Case(known["774M"], 1, 0)]
-    found += [Case(known["355M"], 8, stage) for stage in range(4)]
-    found += [Case(known["355M"], 8, stage, "cpu") for stage in (2, 3)]
+    found += [Case(known["355M, more"], 8, stage) for stage in range(4)] + [Case(known["355M"], 8, 3)]
+    found += [Case(known["355M, more"], 8, stage, "cpu") for stage in (2, 3)]
     found += [Case(known["124M"], 8, stage, "none", "fp32") for stage in (2, 3)]
     found += [Case(known["124M"], 8, 2, "none", "fp16"), Case(known["124M, all kept"], 8, 3)]
     found += [Case(known["774M"], 64, stage) for stage in (1, 2, 3)]

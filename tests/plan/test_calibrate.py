@@ -64,7 +64,7 @@ def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.M
 
 def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "DEPTHS", (2, 10))
-    monkeypatch.setattr(launching, "STEPS", 6)
+    monkeypatch.setattr(launching, "TURNS", 4)
     found = launching.launch_seconds(torch.device("cpu"))
     names = ("forward", "backward", "recompute", "communicate", "offload", "beside", "update", "step")
     assert set(found) == {f"launch.{name}" for name in names}

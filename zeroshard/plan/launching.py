@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,80 +19,127 @@ from ..train.gpt import GPT, ModelConfig
 
 DEPTHS = (4, 16)
 """Blocks of the models that are timed; the difference is that of so many blocks."""
-STEPS = 24
+TURNS = 12
+"""Of two steps, the second of which counts: it begins as steps do, while the host is still at work for the first."""
+LEARNING = 2
+"""Turns that do not count: the first steps learn the order of units and make the optimizer's states."""
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "checkpointed": {"checkpointing": True},
+    "offloaded": {"offload": "cpu"},
+    "beside": {"offload": Offload(update_in_backward=True)},
+}
 
 
 def launch_seconds(device: torch.device) -> dict[str, float]:
-    """What it takes to launch a unit: the runtime on models with next to nothing to compute, of two depths."""
-    alone = _launches(device)
-    checkpointed = _launches(device, checkpointing=True)
-    offloaded = _launches(device, offload="cpu")
-    beside = _launches(device, offload=Offload(update_in_backward=True))
-    found = {
-        "launch.forward": alone.forward,
-        "launch.backward": alone.backward,
-        "launch.recompute": checkpointed.total - alone.total,
-        "launch.offload": offloaded.whole - alone.total,
-        "launch.beside": beside.whole - alone.total,
-        "launch.update": alone.update,
-        "launch.step": alone.fixed_update,
-    }
-    if not dist.is_initialized():  # or the ranks that there are would be asked
-        with compat.one_rank_of(8, 0):
-            divided = _launches(device, stage=3)
-        found["launch.communicate"] = (divided.total - alone.total) / 3  # two gathers and a reduce
-    return {key: max(0.0, value) for key, value in found.items()}
+    """What it takes to launch a unit: the runtime on models with next to nothing to compute, of two depths.
+
+    All of them take a step in turn, and what one takes longer than another is the median of what it took longer in
+    each turn: a core that others use, too, is half as quick in one second as in the next.
+    """
+    with _in_turn(device) as steps:
+        alone = steps["alone"]
+        found = {
+            "launch.forward": [step.forward for step in alone],
+            "launch.backward": [step.backward for step in alone],
+            "launch.update": [step.update for step in alone],
+            "launch.step": [step.fixed for step in alone],
+            "launch.recompute": [step.passes - other.passes for step, other in _pairs(steps["checkpointed"], alone)],
+            "launch.offload": [step.whole - other.passes for step, other in _pairs(steps["offloaded"], alone)],
+            "launch.beside": [step.whole - other.passes for step, other in _pairs(steps["beside"], alone)],
+        }
+        if "divided" in steps:  # two gathers and a reduce
+            divided = _pairs(steps["divided"], alone)
+            found["launch.communicate"] = [(step.passes - other.passes) / 3 for step, other in divided]
+    return {key: max(0.0, statistics.median(values)) for key, values in found.items()}
 
 
-class _Launches(NamedTuple):
-    """Seconds of the driving thread for one unit, and what a step takes whatever it has."""
+class Launches(NamedTuple):
+    """Seconds of the driving thread for one unit in one step, and what that step took whatever it had."""
 
     forward: float
     backward: float
     update: float
-    fixed_update: float
+    fixed: float
 
     @property
-    def total(self) -> float:
+    def passes(self) -> float:
         return self.forward + self.backward
 
     @property
     def whole(self) -> float:
-        return self.total + self.update
+        return self.passes + self.update
 
 
-def _launches(device: torch.device, *, checkpointing: bool = False, **options: Any) -> _Launches:
-    shallow, deep = (_phases(device, layers, checkpointing, options) for layers in DEPTHS)
-    more = DEPTHS[1] - DEPTHS[0]
-    forward, backward, update = ((late - early) / more for early, late in zip(shallow, deep, strict=True))
-    return _Launches(forward, backward, update, max(0.0, shallow[2] - DEPTHS[0] * update))
+def _pairs(these: list[Launches], those: list[Launches]) -> Iterator[tuple[Launches, Launches]]:
+    return zip(these, those, strict=True)
 
 
-def _phases(device: torch.device, layers: int, checkpointing: bool, options: dict[str, Any]) -> tuple[float, ...]:
-    """Of forward, backward and update, each as it usually is: a thread is seldom as quick as at its quickest."""
-    config = ModelConfig(layers=layers, hidden=64, heads=1, sequence=16, vocabulary=64, checkpointing=checkpointing)
-    with torch.device("meta"):
-        model: nn.Module = GPT(config)
-    adamw = torch.optim.AdamW(model.parameters(), foreach=True)
-    model, optimizer = shard(model, adamw, **{"stage": 0, "precision": "bf16", "device": device} | options)
-    tokens = torch.zeros(1, config.sequence, dtype=torch.long, device=device)
-    taken: list[list[float]] = [[], [], []]
+@contextmanager
+def _in_turn(device: torch.device) -> Iterator[dict[str, list[Launches]]]:
+    """The steps of every way to train, that of one rank of eight among them where no real ranks would be asked."""
+    probes = {way: _probes(device, **options) for way, options in WAYS.items()}
+    if dist.is_initialized():
+        yield _steps(probes)
+        return
+    with compat.one_rank_of(8, 0):
+        probes["divided"] = _probes(device, stage=3)
+        yield _steps(probes)
 
-    def timed(phase: int, work: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
-        result = work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken[phase].append(time.perf_counter() - begin)
-        return result
 
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
+def _probes(device: torch.device, **options: Any) -> tuple[_Probe, ...]:
+    return tuple(_Probe(device, layers, **options) for layers in DEPTHS)
 
-    for _ in range(STEPS):
-        loss = timed(0, lambda: model(tokens, tokens))
-        timed(1, loss.backward)
-        timed(2, update)
-    synchronize(model)
-    return tuple(statistics.median(phase[2:]) for phase in taken)  # the first steps learn the order of units
+
+def _steps(probes: dict[str, tuple[_Probe, ...]]) -> dict[str, list[Launches]]:
+    found: dict[str, list[Launches]] = {way: [] for way in probes}
+    for number in range(LEARNING + TURNS):
+        for way, (shallow, deep) in probes.items():
+            few, many = shallow.turn(), deep.turn()
+            forward, backward, update = (
+                (late - early) / (DEPTHS[1] - DEPTHS[0]) for early, late in zip(few, many, strict=True)
+            )
+            if number >= LEARNING:
+                found[way].append(Launches(forward, backward, update, few[2] - DEPTHS[0] * update))
+    return found
+
+
+class _Probe:
+    """A model with next to nothing to compute."""
+
+    def __init__(self, device: torch.device, layers: int, *, checkpointing: bool = False, **options: Any) -> None:
+        shape: dict[str, Any] = {"hidden": 64, "heads": 1, "sequence": 16, "vocabulary": 64}
+        config = ModelConfig(layers=layers, checkpointing=checkpointing, **shape)
+        with torch.device("meta"):
+            model: nn.Module = GPT(config)
+        adamw = torch.optim.AdamW(model.parameters(), foreach=True)
+        options = {"stage": 0, "precision": "bf16", "device": device} | options
+        self._model, self._optimizer = shard(model, adamw, **options)
+        self._tokens = torch.zeros(1, config.sequence, dtype=torch.long, device=device)
+
+    def turn(self) -> list[float]:
+        """Seconds of forward, backward and update, and nothing left to do when the next model has its turn."""
+        self._step()
+        taken = self._step()
+        synchronize(self._model)
+        return taken
+
+    def _step(self) -> list[float]:
+        taken: list[float] = []
+
+        def timed(work: Callable[[], Any]) -> Any:
+            begin = time.perf_counter()
+            result = work()
+            if self._tokens.is_cuda:
+                torch.cuda.synchronize(self._tokens.device)
+            taken.append(time.perf_counter() - begin)
+            return result
+
+        loss = timed(lambda: self._model(self._tokens, self._tokens))
+        timed(loss.backward)
+        timed(self._update)
+        return taken
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
