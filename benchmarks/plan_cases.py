@@ -70,7 +70,7 @@ class Case:
 
 
 def jobs(on_gpu: bool) -> dict[str, Job]:
-    """Small ones, so that many fit in minutes, and a batch of four for which launching is all; without a GPU tiny ones."""
+    """Small ones, so that many fit in minutes; with a batch of four launching is all. Without a GPU tiny ones."""
 
     def job(name: str, layers: int, hidden: int, heads: int, batch: int, **more: Any) -> Job:
         shape: dict[str, Any] = {"sequence": 1024, "vocabulary": 50304, "checkpointing": True}
