@@ -357,11 +357,13 @@ def _valid(base: Any, options: Mapping[str, object]) -> dict[str, object]:
 
 
 def _mistakes_of_offload(table: Mapping[str, Any], options: Mapping[str, object]) -> list[str]:
-    """All of them, those against other options included as far as these are good."""
+    """All of them, those against other options included as far as each of these is good by itself."""
     base: Any = Config()
-    others = replace(base, **_valid(base, {n: options[n] for n in OFFLOAD_DEPENDS_ON if n in options}))
+    others = {name: getattr(base, name) for name in OFFLOAD_DEPENDS_ON}
+    for name, value in _valid(base, {name: options[name] for name in others if name in options}).items():
+        others[name] = getattr(replace(base, **{name: value}), name)
     offload, mistakes = Offload.examine(table)
-    return [*mistakes, *_conflicts_of(offload, others.precision, others.stage, others.clip_grad_norm)]
+    return [*mistakes, *_conflicts_of(offload, **others)]
 
 
 def _conflicts_of(

@@ -53,12 +53,10 @@ class PieceStates:
         return self._state
 
     def shape(self) -> tuple[int, int, int]:
-        """Changes when states come into being or are loaded, for the memory ledger: no step changes their sizes."""
-        return (
-            self._loads,
-            len(self._state),
-            sum(len(state) for state in self._state.values() if isinstance(state, dict)),
-        )
+        """Changes when tensors come into being or are loaded, for the memory ledger: no step changes their sizes."""
+        states = [state for state in self._state.values() if isinstance(state, dict)]
+        tensors = sum(isinstance(value, Tensor) for state in states for value in state.values())
+        return self._loads, len(self._state), tensors
 
     def on_device(self) -> list[Tensor]:
         """The states that live on the device, for the memory ledger."""
@@ -128,7 +126,8 @@ class PieceStates:
         members = [p for group in param_groups for p in group["params"]]
         states = {id(p): state_dict["state"].get(key) for key, p in zip(order, members, strict=True)}
         self.forget()
-        common = {key: value for key, value in state_dict["state"].items() if key not in set(order)}
+        known = set(order)
+        common = {key: value for key, value in state_dict["state"].items() if key not in known}
         self.take_common(copy.deepcopy(common))
         with torch.no_grad():
             for flat in self._flats:

@@ -176,3 +176,20 @@ def test_fused_buffers_are_bounded_by_max_unit_bytes() -> None:
         gradient.FlatGradient._new = original  # type: ignore[method-assign]
     assert 64 * 64 * 4 <= max(sizes) <= bound, "the whole flats are among them, and none is larger"
     assert len(sizes) > 2
+
+
+def test_states_that_come_late_are_in_the_memory_of_a_step() -> None:
+    model = net()
+    model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = optimizer.state_dict()
+    (group,) = state["param_groups"]
+    group["momentum"] = 0.9
+    state["state"] = {number: {"momentum_buffer": None} for number in group["params"]}
+    optimizer.load_state_dict(state)
+    for number in range(3):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = zeroshard.stats(model)
+    assert stats.memory_at_step is not None
+    assert stats.memory_at_step.optimizer_states == stats.memory.optimizer_states > 0

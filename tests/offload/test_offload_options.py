@@ -191,6 +191,18 @@ def test_a_configuration_files_mistakes_are_found_with_their_key() -> None:
     assert problems({"offload": {"host_fraction": 2}}, "shard")[0].startswith("shard.offload: offload.host_fraction=2")
 
 
+def test_other_options_that_do_not_go_together_are_told_too() -> None:
+    precision = {"parameters": "bf16", "cast_on_gather": True}
+    found = problems({"stage": 2, "precision": precision, "offload": {"threads": 2, "threds": 1}}, "shard")
+    assert [text for text in found if "threds is unknown" in text]
+    assert [text for text in found if "cast_on_gather" in text]
+
+
+def test_what_is_wrong_with_one_option_is_not_told_of_another() -> None:
+    (found,) = problems({"offload": {"host_fraction": "autoo", "device_memory": 10**9}}, "shard")
+    assert "autoo" in found
+
+
 def test_all_mistakes_of_an_offload_table_are_found_at_once() -> None:
     table = {
         "threds": 1,

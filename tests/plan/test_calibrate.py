@@ -66,7 +66,7 @@ def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launching, "DEPTHS", (2, 10))
     monkeypatch.setattr(launching, "TURNS", 4)
     found = launching.launch_seconds(torch.device("cpu"))
-    names = ("forward", "backward", "recompute", "communicate", "offload", "beside", "update", "step")
+    names = ("forward", "backward", "recompute", "communicate", "offload", "hand_over", "beside", "update", "step")
     assert set(found) == {f"launch.{name}" for name in names}
     assert min(found.values()) >= 0
     assert 0 < found["launch.forward"] < 1

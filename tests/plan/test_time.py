@@ -182,6 +182,18 @@ def test_updates_are_launched_too_and_beside_backward_launching_is_slower() -> N
         for value in (False, True)
     )
     assert beside - offloaded == pytest.approx(24 * 2e-3, rel=0.05)
+    older = replace(LAUNCHED, launch=replace(more, beside=0.0))
+    not_known = step_time(tiny, replace(setup, offload=Offload(update_in_backward=True)), older).total
+    assert not_known == pytest.approx(offloaded, rel=0.01), "a profile from before it was measured"
+
+
+def test_updates_are_handed_over_once_a_step_however_many_micro_batches_it_has() -> None:
+    tiny = Transformer(layers=24, hidden=256, heads=4, vocabulary=1000, positions=128)
+    handing = replace(LAUNCHED, launch=replace(LAUNCHED.launch, hand_over=4e-3))
+    for micro_batches in (1, 2):
+        setup = Setup(stage=0, batch=1, sequence=128, offload=Offload(), micro_batches=micro_batches)
+        longer = step_time(tiny, setup, handing).total - step_time(tiny, setup, LAUNCHED).total
+        assert longer == pytest.approx(25 * 4e-3, rel=0.1)
 
 
 def test_the_loss_passes_over_its_logits() -> None:

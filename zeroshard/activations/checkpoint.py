@@ -100,16 +100,17 @@ class _Recomputed(Hook):
 
     __slots__ = ("_say",)
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], said: list[str]) -> None:
+        """``said`` is shared by a model's blocks: of many that are compiled alike, one is named."""
         super().__init__(function)
-        said: list[str] = []
 
         def say() -> None:
             if not said:
                 said.append(name)
                 warnings.warn(
-                    f"{name!r} is compiled around what activations= recomputes, and so runs uncompiled; compile the "
-                    "block by itself and before shard(), as in model.blocks[0] = torch.compile(model.blocks[0])",
+                    f"{name!r} is compiled around what activations= recomputes, and so runs uncompiled, it and blocks "
+                    "like it; compile each block by itself, not the model, and before shard(), as in "
+                    "model.blocks[0] = torch.compile(model.blocks[0])",
                     stacklevel=2,
                 )
 
@@ -129,6 +130,7 @@ class Checkpoints:
         self._last: weakref.ref[Call] | None = None
         self._calls = 0
         self._checked: set[str] = set()
+        self._said: list[str] = []
 
     def watch(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
         """Makes ``zeroshard.checkpoint`` inside the model's forward use these, and recomputes the given blocks."""
@@ -153,7 +155,7 @@ class Checkpoints:
                 )
             return self.run(forward, args, kwargs)
 
-        return _Recomputed(name, recomputed)
+        return _Recomputed(name, recomputed, self._said)
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         if not compat.in_backward():

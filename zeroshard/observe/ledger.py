@@ -120,7 +120,10 @@ class Ledger:
         self._noted = replace(self._passing(), optimizer_states=self._known_states[1])
 
     def at_step(self) -> Memory | None:
-        """As it was between backward and update of the last step; None if there was none."""
+        """As it was between backward and update of the last step; None if there was none.
+
+        Parameters and buffers are counted when it is asked for: no step changes how large they are.
+        """
         return None if self._noted is None else self._with_resting(self._noted)
 
     def _passing(self) -> Memory:

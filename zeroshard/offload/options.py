@@ -90,7 +90,7 @@ class Offload:
         mistakes, good = [], {}
         for name, value in table.items():
             if name not in known:
-                mistakes.append(f"offload.{name} is unknown{nearest(name, known)}; known: {', '.join(known)}")
+                mistakes.append(f"offload.{name} is unknown{nearest(str(name), known)}; known: {', '.join(known)}")
                 continue
             try:
                 good_value = _with_dtype({name: value})[name]
@@ -102,7 +102,8 @@ class Offload:
         left = object.__new__(cls)  # not by its constructor, which raises at the first mistake
         for entry in fields(cls):
             object.__setattr__(left, entry.name, good.get(entry.name, entry.default))
-        return left, [*mistakes, *left.conflicts()]
+        rejected = [name for name in table if name in known and name not in good]
+        return left, [*mistakes, *(one for one in left.conflicts() if not any(name in one for name in rejected))]
 
     def _mistakes(self) -> Iterator[str]:
         for entry in fields(self):

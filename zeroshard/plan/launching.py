@@ -45,7 +45,8 @@ def launch_seconds(device: torch.device) -> dict[str, float]:
             "launch.update": [step.update for step in alone],
             "launch.step": [step.fixed for step in alone],
             "launch.recompute": [step.passes - other.passes for step, other in _pairs(steps["checkpointed"], alone)],
-            "launch.offload": [step.whole - other.passes for step, other in _pairs(steps["offloaded"], alone)],
+            "launch.offload": [step.passes - other.passes for step, other in _pairs(steps["offloaded"], alone)],
+            "launch.hand_over": [step.update for step in steps["offloaded"]],
             "launch.beside": [step.whole - other.passes for step, other in _pairs(steps["beside"], alone)],
         }
         if "divided" in steps:  # two gathers and a reduce

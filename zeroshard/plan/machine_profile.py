@@ -95,6 +95,8 @@ class Launch:
     """Sending a gradient off and waiting for new parameters."""
     beside: float = 0.0
     """The same where the host updates beside backward, whose thread then shares the interpreter with it."""
+    hand_over: float = 0.0
+    """In a step: telling the host to update."""
     update: float = 0.0
     """On the device."""
     step: float = 0.0

@@ -301,7 +301,7 @@ class _Step:
             block += launch.recompute
         unit = collectives * launch.communicate
         if backward and self.offload is not None:
-            unit += launch.beside if self._beside_backward else launch.offload
+            unit += (launch.beside or launch.offload) if self._beside_backward else launch.offload
         return block / self.parts + unit
 
     def _compute(self, seconds: float, tensor: float, *after: float) -> None:
@@ -349,7 +349,9 @@ class _Step:
             return
         known = max(known, *self.landed)
         for unit in backward if self._delayed else forward:
-            self._update_on_host(unit, known)
+            self.launching += self.launch.hand_over
+            handed = self.timeline.run(Lane.DEVICE, self.launch.hand_over)
+            self._update_on_host(unit, max(known, handed))
         if self.offload.blocking:
             self._wait(max(self.ready))
 
