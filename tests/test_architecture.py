@@ -44,7 +44,7 @@ LAYERS = [
     {"plan.hardware", "plan.models"},
     {"plan.trace", "plan.volume"},
     {"plan.budget"},
-    {"plan.activations", "plan.units"},
+    {"plan.activations", "plan.arena", "plan.units"},
     {"plan.paper_table"},
     {"plan.paper", "plan.scale"},
     {"plan.paper_devices"},

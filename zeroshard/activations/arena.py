@@ -85,11 +85,12 @@ class Slot:
         """Gives the place back. Nothing may use the tensor after."""
         if self.tensor is None:
             return
-        size, self.tensor = _size_of(self.tensor.nbytes), None
+        size, self.tensor = padded(self.tensor.nbytes), None
         self._arena.returned.append((self._space, self._start, size))
 
 
-def _size_of(exact: int) -> int:
+def padded(exact: int) -> int:
+    """Bytes that a piece takes."""
     return round_up(max(exact, 1), BOUNDARY)
 
 
@@ -126,7 +127,7 @@ class DeviceArena:
         """Room for so many elements."""
         self._free_returned()
         exact = numel * dtype.itemsize
-        size = _size_of(exact)
+        size = padded(exact)
         for space, block in self._blocks:
             start = space.take(size)
             if start is not None:

@@ -211,6 +211,7 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
         micro_batches=arguments.micro_batches,
         checkpointing=checkpointing,
         activations=activations if checkpointing else None,
+        arena=subject is not None and subject.arena,
     )
 
 

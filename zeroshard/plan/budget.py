@@ -21,6 +21,7 @@ from ..offload.placement import stay_on_device, stay_within
 from ..offload.states import HostBytes, bytes_of, wanted
 from ..table import Extent, state_table
 from .activations import Activations, transformer_activations
+from .arena import Places, arena_bytes
 from .shape import Setup, Transformer, Work
 from .units import FlatShape, UnitShape, transformer_units
 
@@ -60,6 +61,8 @@ class DeviceMemory:
     """Whole parameters of units in use, where parameters rest as shards."""
     temporary: int = 0
     """The update's batch, gradients being collected, workspaces."""
+    arena: int = 0
+    """What the arena (M_D) holds and nothing uses at the time."""
 
     @property
     def total(self) -> int:
@@ -229,11 +232,12 @@ class _Rank:
     @cached_property
     def at_step(self) -> DeviceMemory:
         gradients = sum(self.stashed(flat) for flat in self.flats)
-        return _add(self.rest, gradients=gradients, temporary=-self.workspace)
+        return _add(self.rest, gradients=gradients, temporary=-self.workspace, arena=self._idle(gradients=gradients))
 
     @property
     def between_steps(self) -> DeviceMemory:
-        return _add(self.rest, gathered=self._gathered(self._foreseen), temporary=-self.workspace)
+        gathered = self._gathered(self._foreseen)
+        return _add(self.rest, gathered=gathered, temporary=-self.workspace, arena=self._idle())
 
     @property
     def _foreseen(self) -> Sequence[_PlacedUnit]:
@@ -259,6 +263,53 @@ class _Rank:
         turns = RING * offload.update_in_backward + HIGH_HALVES * offload.read_back
         return found + checkpoints + HostBytes(pinned=largest * turns)
 
+    # -- the arena ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _arena(self) -> int:
+        """Bytes of all of it."""
+        if not self.setup.arena:
+            return 0
+        backward = list(self.units[::-1])
+        if self._gradients_are_whole and self.activations.early_root_gradients >= DEPOSIT_BYTES:
+            backward = [self.units[0], *backward[:-1]]
+        places = [Places(unit.block, self._places(unit), self._early(unit)) for unit in backward]
+        return arena_bytes(self.activations.in_arena, places, self.setup.micro_batches)
+
+    @property
+    def _gradients_are_whole(self) -> bool:
+        return self.table.gradients.extent is Extent.WHOLE
+
+    @property
+    def _gradients_in_arena(self) -> bool:
+        """Not those that the user sees, in stage 0 without loss scaling."""
+        return self.table.optimizer.extent is Extent.SHARD or self.setup.precision == "fp16"
+
+    def _places(self, unit: _PlacedUnit) -> tuple[int, ...]:
+        if not self._gradients_in_arena:
+            return ()
+        return tuple(
+            self.width * (flat.whole if self._gradients_are_whole else flat.own)
+            for flat in unit.trained
+            if not flat.on_host
+        )
+
+    def _early(self, unit: _PlacedUnit) -> bool:
+        """Whether its gradients have their place before the checkpoint of its block goes.
+
+        That goes when the gradients of the block's first norm come. Model parallelism has these in a flat of their own,
+        which leaves that of the matrices complete before; where parameters are divided, units are reduced as a whole.
+        """
+        if self.sharded:
+            return False
+        large = self.width * max((flat.whole for flat in unit.trained), default=0) >= DEPOSIT_BYTES
+        return self.setup.model_parallel > 1 or (self._gradients_are_whole and large)
+
+    def _idle(self, *, checkpoints: int = 0, gradients: int = 0) -> int:
+        """What of the arena is unused beside so many blocks' checkpoints and so many bytes of gradients."""
+        used = checkpoints * self.activations.in_arena + (gradients if self._gradients_in_arena else 0)
+        return max(0, self._arena - used)
+
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def moments(self) -> Iterator[tuple[Phase, DeviceMemory]]:
@@ -270,6 +321,7 @@ class _Rank:
                 self.rest,
                 activations=self.activations.loss,
                 gathered=self._gathered([self.units[0], *self.units[-1 - self.setup.prefetch :]]),
+                arena=self._idle(checkpoints=self.units[-1].block),
             ),
         )
         yield from self._backward()
@@ -284,6 +336,7 @@ class _Rank:
                     self.rest,
                     activations=self.activations.forward[unit.block],
                     gathered=self._gathered([self.units[0], unit, *following, *self._kept_before(number)]),
+                    arena=self._idle(checkpoints=unit.block),
                 ),
             )
 
@@ -298,13 +351,13 @@ class _Rank:
         for number in range(len(self.units) - 1, -1, -1):
             unit = self.units[number]
             others = stashed + sum(self._under_way(done))
-            for moment in self._backward_of(number, others):
+            for moment in self._backward_of(number, others, stashed):
                 yield Phase.BACKWARD, moment
             done += unit.trained
             stashed += sum(self.stashed(flat) for flat in unit.flats)
 
-    def _backward_of(self, number: int, others: int) -> Iterator[DeviceMemory]:
-        """Of one unit, beside so many bytes of others' gradients."""
+    def _backward_of(self, number: int, others: int, stashed: int) -> Iterator[DeviceMemory]:
+        """Of one unit, beside so many bytes of others' gradients, and of these so many at rest."""
         unit, activations = self.units[number], self.activations
         # The parts of a block that is recomputed as a whole are gathered together.
         present = [self.units[0], *(self._blocks[unit.block] if self.setup.checkpointing else [unit])]
@@ -318,11 +371,15 @@ class _Rank:
 
         # While it computes: its gradients have a buffer from the first deposit on.
         computing = (collected if largest >= DEPOSIT_BYTES else largest) if unit.block else early
+        placed = stashed + sum(map(self.stashed, unit.trained)) if self._gradients_are_whole else stashed
+        early_place = placed if computing == collected else stashed
+        idle = self._idle(checkpoints=max(0, unit.block - 1), gradients=placed)
         yield _add(
             self.rest,
             activations=activations.backward[unit.block],
             gradients=others + computing,
             gathered=self._gathered([*present, *following]),
+            arena=self._idle(checkpoints=unit.block, gradients=early_place),
         )
         # When the last of its gradients have come, they are copied into the buffer.
         yield _add(
@@ -331,6 +388,7 @@ class _Rank:
             gradients=others + collected,
             temporary=min(collected, DEPOSIT_BYTES + largest),
             gathered=self._gathered([*present, *following]),
+            arena=idle,
         )
         # The next unit is entered before this one is left.
         yield _add(
@@ -338,6 +396,7 @@ class _Rank:
             activations=activations.after_backward[unit.block],
             gradients=others + collected,
             gathered=self._gathered([*present, *entering]),
+            arena=idle,
         )
 
     def _under_way(self, done: Sequence[_PlacedFlat]) -> tuple[int, int]:
@@ -374,6 +433,7 @@ class _Rank:
                     gradients=gradients,
                     temporary=elements * (widened + beside),
                     gathered=self._gathered(first),
+                    arena=self._idle(gradients=gradients),
                 ),
             )
 

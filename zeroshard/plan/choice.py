@@ -226,6 +226,8 @@ def shard_options(setup: Setup) -> list[str]:
         kept = setup.activations
         names = [f"{name}=True" for name in ("partition", "offload") if getattr(kept, name)]
         found.append(f"activations=zeroshard.Activations({', '.join(names)})")
+    if setup.arena:
+        found.append("arena=True")
     return found
 
 

@@ -28,7 +28,7 @@ from .module import has_kernel, known, setup_of, tokens_of
 
 SUGGESTED = 3
 """Settings that are named, at most, where what was asked for does not fit."""
-WORDS = {"optimizer_states": "optimizer states", "gathered": "gathered parameters"}
+WORDS = {"optimizer_states": "optimizer states", "gathered": "gathered parameters", "arena": "idle in the arena"}
 
 
 class Room(NamedTuple):

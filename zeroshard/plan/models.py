@@ -43,6 +43,7 @@ class Subject:
     checkpointing: bool = True
     model_parallel: int = 1
     activations: Recomputed | None = None
+    arena: bool = False
     preset: str | None = None
     """What ``zeroshard train`` calls it."""
 
@@ -85,6 +86,7 @@ def find_model(source: str) -> Subject:
         checkpointing=job.model.checkpointing or job.shard.get("activations") is not None,
         model_parallel=job.train.tensor_parallel,
         activations=Recomputed.parse(job.shard.get("activations")),
+        arena=bool(job.shard.get("arena", False)),
         preset=source,
     )
 

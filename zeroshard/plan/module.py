@@ -37,6 +37,7 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
         masters=config.precision.keeps_master,
         cast_on_gather=config.precision.cast_on_gather,
         checkpointing=_checkpoints(model),
+        arena=config.arena,
         moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
         prefetch=1 if config.prefetch is None else config.prefetch,
         keep=1 if config.keep is None else len(config.keep),

@@ -26,8 +26,9 @@ LETTERS = {
     "activations": ("A", "green"),
     "gathered": ("W", "cyan"),
     "temporary": ("T", "bright_black"),
+    "arena": ("M", "bright_green"),
 }
-WORDS = {"gathered": "gathered parameters", "optimizer_states": "optimizer states"}
+WORDS = {"gathered": "gathered parameters", "optimizer_states": "optimizer states", "arena": "idle in the arena"}
 
 
 def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, console: Console) -> None:
@@ -74,7 +75,9 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
         table.add_row(*cells, style="bold" if row is best else "" if row.fits else "dim")
     console.print(table)
     legend = Text("  ").join(
-        Text(f"{letter} {WORDS.get(kind, kind)}", style=colour) for kind, (letter, colour) in LETTERS.items()
+        Text(f"{letter} {WORDS.get(kind, kind)}", style=colour)
+        for kind, (letter, colour) in LETTERS.items()
+        if kind != "arena" or setup.arena
     )
     console.print(legend)
     console.print(
