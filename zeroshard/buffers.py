@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from . import compat, parallel
@@ -24,6 +25,7 @@ class _Kept(NamedTuple):
     """The object itself: a model may put another in its place."""
     version: int
     values: Tensor
+    persistent: bool
 
 
 class Buffers:
@@ -60,21 +62,33 @@ class Buffers:
         for key, buffer in self._named():
             kept, version = before.get(key), compat.version(buffer)
             if anew or kept is None or kept.buffer is not buffer or kept.version != version:
-                kept = _Kept(buffer, version, buffer.detach().clone())
+                kept = _Kept(buffer, version, buffer.detach().clone(), compat.is_persistent(*key))
             self._kept[key] = kept
 
     def recall(self) -> None:
-        """Goes back to what was remembered: the same objects, with the same values."""
+        """Goes back to what was remembered: the same objects, with the same values.
+
+        Not where another buffer that is not persistent has come: that is a cache, such as a table of rotations that a
+        longer sequence has made grow, and its module may know by other attributes how far it reaches.
+        """
         now = dict(self._named())
         for module, name in now.keys() - self._kept.keys():  # made since
+            if not compat.is_persistent(module, name):
+                continue
             if (module, name) in self._empty:
                 setattr(module, name, None)
             else:
                 delattr(module, name)
         for (module, name), kept in self._kept.items():
-            if now.get((module, name)) is not kept.buffer:
-                setattr(module, name, kept.buffer)
-            if compat.version(kept.buffer) != kept.version and kept.values.shape == kept.buffer.shape:
+            there = now.get((module, name))
+            if there is not kept.buffer:
+                if there is not None and not compat.is_persistent(module, name):
+                    continue
+                if there is None and name not in compat.empty_buffers(module) and hasattr(module, name):
+                    delattr(module, name)  # no buffer any more
+                module.register_buffer(name, kept.buffer, persistent=kept.persistent)
+            written = compat.version(kept.buffer) != kept.version and kept.values.shape == kept.buffer.shape
+            if written and not _repeats(kept.buffer):
                 kept.buffer.data.copy_(kept.values)
 
     def follow_rank_zero(self) -> None:
@@ -90,3 +104,10 @@ class Buffers:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 yield (module, name), buffer
+
+
+def _repeats(buffer: Tensor) -> bool:
+    """Whether elements share memory, as ``expand()`` makes them: then what they are of was written, not the buffer."""
+    if buffer.layout is not torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

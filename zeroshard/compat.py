@@ -68,6 +68,11 @@ def empty_buffers(module: nn.Module) -> list[str]:
     return [name for name, buffer in module._buffers.items() if buffer is None]
 
 
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether a buffer of a module enters its state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """A DTensor's local part itself, where ``to_local()`` gives a view of it; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -41,6 +41,8 @@ class Faults:
         self.stop_reason: str | None = None
         """Why training was stopped, with the policy "stop"."""
         self._fault: str | None = None
+        self._underway = False
+        """A forward that is trained on has begun since the last step."""
         if self.watching:
             buffers.remember()
 
@@ -55,8 +57,19 @@ class Faults:
             self._buffers.remember(anew=True)
 
     def begin(self) -> None:
-        """A forward begins, and no gradients wait for a step: what earlier ones computed does not count."""
+        """A forward begins, and no gradients wait for a step: what earlier ones computed does not count.
+
+        The first that is trained on is where the step begins: what was written to buffers before is not of it. A second
+        one, before any backward, may be of the same step.
+        """
         self._outputs.clear()
+        if self.watching and torch.is_grad_enabled() and not self._underway:
+            self._underway = True
+            self._buffers.remember()
+
+    def begin_backward(self) -> None:
+        """If the gradients that it makes are dropped, the next forward begins a step anew."""
+        self._underway = False
 
     def look_at(self, unit: Unit, output: Any) -> None:
         """At what a unit computed in a forward that will be trained on. The root's is the model's, mostly the loss."""
@@ -98,6 +111,7 @@ class Faults:
     def act(self) -> None:
         """At the end of a step: what the policy asks for, where something was found."""
         found, self._fault = self._fault, None
+        self._underway = False
         if self.watching:
             self._buffers.remember()
         if found is None:

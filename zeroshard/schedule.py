@@ -315,6 +315,7 @@ class Schedule:
             self._differentiable = True
         if not self._backward_running:
             self._backward_running = True
+            self._faults.begin_backward()
             self._gather_what_others_wait_for()
             self._backward.begin()
             self._reducer.begin_backward()

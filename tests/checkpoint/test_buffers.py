@@ -98,3 +98,104 @@ def test_buffers_that_a_bad_step_made_are_gone_and_those_of_a_good_one_stay() ->
     assert optimizer.skipped_steps == 2
     assert torch.equal(model.seen, good[0])
     assert torch.equal(model.first, good[1])
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_what_is_written_to_buffers_between_two_steps_outlives_a_step_that_is_left_out() -> None:
+    model, optimizer = averaged(in_place=True)
+    model.register_buffer("scheduled", torch.zeros(1))
+    train(model, optimizer)
+    model.mean.fill_(7.0)
+    model.scheduled = torch.ones(1)
+    model.register_buffer("registered", torch.full((1,), 2.0))
+    with torch.no_grad():  # is no training, and its writes are of no step
+        model(torch.ones(2, 4))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert len(before) == 3
+    train(model, optimizer, math.nan)
+    assert optimizer.skipped_steps == 1
+    after = dict(model.named_buffers())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_step_of_two_forwards_leaves_nothing_of_either_and_dropped_gradients_begin_another() -> None:
+    model, optimizer = averaged(in_place=True)
+    train(model, optimizer)
+    good = model.mean.clone()
+    x = torch.full((2, 4), math.nan)
+    (model(x).square().mean() + model(torch.ones(2, 4)).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.skipped_steps == 1
+    assert torch.equal(model.mean, good)
+
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.zero_grad()  # and no step
+    model.mean.fill_(7.0)
+    train(model, optimizer, math.nan)
+    assert optimizer.skipped_steps == 2
+    assert torch.equal(model.mean, torch.full((4,), 7.0))
+
+
+class Cached(nn.Module):
+    """Has a table that grows with the batch, as rotary embeddings have with the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.reaches = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.reaches:
+            self.reaches = len(x)
+            self.register_buffer("table", torch.ones(self.reaches), persistent=False)
+        return self.linear(x) * self.table[: len(x), None]
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_cache_that_grew_in_a_step_that_was_left_out_is_used_in_the_next() -> None:
+    model = Cached()
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), on_nonfinite="skip")
+    for number, rows in enumerate((2, 5)):  # made by the bad step, and replaced by it
+        for value in (math.nan, 1.0):
+            model(torch.full((rows, 4), value)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == number + 1
+
+
+class Odd(nn.Module):
+    """One buffer is a view whose elements share memory; two are deleted when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("one", torch.zeros(1))
+        self.register_buffer("repeated", self.one.expand(4))
+        self.register_buffer("kept", torch.ones(2))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one.add_(1)
+        if bool(x.isnan().any()):
+            del self.kept, self.hidden
+            self.hidden = "no buffer"
+        return self.linear(x) + self.repeated
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_buffers_that_repeat_one_element_and_deleted_ones_come_back_as_they_were() -> None:
+    model = Odd()
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), on_nonfinite="skip")
+    train(model, optimizer)
+    train(model, optimizer, math.nan)
+    assert optimizer.skipped_steps == 1
+    assert float(model.one) == 1
+    assert torch.equal(model.repeated, torch.ones(4))
+    assert {"kept", "hidden"} <= dict(model.named_buffers()).keys()
+    names = model.state_dict().keys()
+    assert "kept" in names
+    assert "hidden" not in names
+    train(model, optimizer)
