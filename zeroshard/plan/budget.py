@@ -10,20 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
 from ..bounds import DEPOSIT_BYTES, FIRST_ELEMENTS, IN_FLIGHT, UPDATE_ELEMENTS
 from ..offload.arena import aligned
 from ..offload.pipeline import HIGH_HALVES, LANDING, RING
-from ..offload.placement import stay_on_device, stay_within
 from ..offload.states import HostBytes, bytes_of, wanted
 from ..table import Extent, state_table
 from .activations import Activations, transformer_activations
 from .arena import Places, arena_bytes
+from .placed import PlacedFlat, PlacedUnit, place
 from .shape import Setup, Transformer, Work
-from .units import FlatShape, UnitShape, transformer_units
+from .units import UnitShape, transformer_units
 
 FP32 = 4
 WORKSPACE = 64 << 20
@@ -153,31 +152,6 @@ def budget(model: Model, setup: Setup, workspace: int = WORKSPACE) -> Budget:
     return Budget(rank.at_step, rank.between_steps, peak, phase, rank.host, activations.host)
 
 
-class _PlacedFlat(NamedTuple):
-    """A flat on one rank; sizes in elements."""
-
-    shape: FlatShape
-    whole: int
-    shard: int
-    own: int
-    """The range this rank updates."""
-    on_host: bool
-    """Whether its states live there."""
-
-
-class _PlacedUnit(NamedTuple):
-    block: int
-    flats: tuple[_PlacedFlat, ...]
-
-    @property
-    def trained(self) -> list[_PlacedFlat]:
-        return [flat for flat in self.flats if flat.shape.trained]
-
-    @property
-    def whole(self) -> int:
-        return sum(flat.whole for flat in self.flats)
-
-
 class _Rank:
     """One rank's memory, moment by moment."""
 
@@ -190,7 +164,7 @@ class _Rank:
         self.sharded = self.table.parameters.extent is Extent.SHARD
         self.units = place(setup, units)
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        self._blocks: dict[int, list[_PlacedUnit]] = {}
+        self._blocks: dict[int, list[PlacedUnit]] = {}
         for unit in self.units:
             self._blocks.setdefault(unit.block, []).append(unit)
 
@@ -223,7 +197,7 @@ class _Rank:
     def accumulates(self) -> bool:
         return self.setup.micro_batches > 1
 
-    def stashed(self, flat: _PlacedFlat) -> int:
+    def stashed(self, flat: PlacedFlat) -> int:
         """Bytes of an averaged gradient where it rests."""
         if flat.on_host or self.accumulates or not flat.shape.trained:
             return 0
@@ -240,7 +214,7 @@ class _Rank:
         return _add(self.rest, gathered=gathered, temporary=-self.workspace, arena=self._idle())
 
     @property
-    def _foreseen(self) -> Sequence[_PlacedUnit]:
+    def _foreseen(self) -> Sequence[PlacedUnit]:
         """What is gathered for the next forward while the update goes on; units that the host updates are not."""
         return self.units[: 1 + self.setup.prefetch] if self.setup.offload is None else []
 
@@ -285,7 +259,7 @@ class _Rank:
         """Not those that the user sees, in stage 0 without loss scaling."""
         return self.table.optimizer.extent is Extent.SHARD or self.setup.precision == "fp16"
 
-    def _places(self, unit: _PlacedUnit) -> tuple[int, ...]:
+    def _places(self, unit: PlacedUnit) -> tuple[int, ...]:
         if not self._gradients_in_arena:
             return ()
         return tuple(
@@ -294,7 +268,7 @@ class _Rank:
             if not flat.on_host
         )
 
-    def _early(self, unit: _PlacedUnit) -> bool:
+    def _early(self, unit: PlacedUnit) -> bool:
         """Whether its gradients have their place before the checkpoint of its block goes.
 
         That goes when the gradients of the block's first norm come. Model parallelism has these in a flat of their own,
@@ -340,14 +314,14 @@ class _Rank:
                 ),
             )
 
-    def _kept_before(self, number: int) -> list[_PlacedUnit]:
+    def _kept_before(self, number: int) -> list[PlacedUnit]:
         """Units that are held from here to backward."""
         first = max(1, len(self.units) - self.setup.keep)
         return list(self.units[first:number])
 
     def _backward(self) -> Iterator[tuple[Phase, DeviceMemory]]:
         stashed = 0
-        done: list[_PlacedFlat] = []
+        done: list[PlacedFlat] = []
         for number in range(len(self.units) - 1, -1, -1):
             unit = self.units[number]
             others = stashed + sum(self._under_way(done))
@@ -399,7 +373,7 @@ class _Rank:
             arena=idle,
         )
 
-    def _under_way(self, done: Sequence[_PlacedFlat]) -> tuple[int, int]:
+    def _under_way(self, done: Sequence[PlacedFlat]) -> tuple[int, int]:
         """Bytes of gradients that are being reduced, and of those that wait to be copied to the host."""
         in_flight = IN_FLIGHT - 1 if self.setup.world > 1 else 0
         latest = list(done[::-1])
@@ -448,49 +422,11 @@ class _Rank:
         if elements:
             yield elements
 
-    def _gathered(self, units: Sequence[_PlacedUnit]) -> int:
+    def _gathered(self, units: Sequence[PlacedUnit]) -> int:
         if not self.sharded:
             return 0
         distinct = {id(unit): unit for unit in units}.values()
         return self.width * sum(unit.whole for unit in distinct)
-
-
-def place(setup: Setup, units: Sequence[UnitShape]) -> list[_PlacedUnit]:
-    """A rank's ranges of all flats, and whose states are on the host."""
-    table, world = state_table(setup.stage, setup.world, setup.offload), setup.world
-    divided = table.optimizer.extent is Extent.SHARD
-
-    def own(flat: FlatShape) -> int:
-        return flat.shard(world) if divided else flat.numel(world)
-
-    sizes = [sum(own(flat) for flat in unit.flats if flat.trained) for unit in units]
-    stays = _stay(setup, sizes, units)
-    return [
-        _PlacedUnit(
-            unit.block,
-            tuple(
-                _PlacedFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not stays_here)
-                for flat in unit.flats
-            ),
-        )
-        for unit, stays_here in zip(units, stays, strict=True)
-    ]
-
-
-def _stay(setup: Setup, sizes: Sequence[int], units: Sequence[UnitShape]) -> list[bool]:
-    offload = setup.offload
-    if offload is None:
-        return [True] * len(sizes)
-    if offload.host_fraction != "auto":
-        return stay_on_device(sizes, offload.host_fraction)
-    if offload.device_memory is None:  # decided by what is free when it starts
-        return [False] * len(sizes)
-    sharded = state_table(setup.stage, setup.world, offload).parameters.extent is Extent.SHARD
-    elements = sum(
-        flat.shard(setup.world) if sharded else flat.numel(setup.world) for unit in units for flat in unit.flats
-    )
-    room = offload.device_memory - setup.width * elements
-    return stay_within(sizes, setup.width + setup.master_width + 2 * FP32, max(room, 0))
 
 
 def _add(memory: DeviceMemory, **more: int) -> DeviceMemory:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ..table import Extent, state_table
 from .activations import checkpoint_shape
-from .budget import Model, place, units_of
+from .budget import Model, units_of
+from .placed import place
 from .shape import Setup, Transformer
 
 

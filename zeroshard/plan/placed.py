@@ -1,0 +1,78 @@
+"""What one rank has of every flat, and whose states are on its host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..offload.placement import stay_on_device, stay_within
+from ..table import Extent, state_table
+from .shape import Setup
+from .units import FlatShape, UnitShape
+
+FP32 = 4
+
+
+class PlacedFlat(NamedTuple):
+    """A flat on one rank; sizes in elements."""
+
+    shape: FlatShape
+    whole: int
+    shard: int
+    own: int
+    """The range this rank updates."""
+    on_host: bool
+    """Whether its states live there."""
+
+
+class PlacedUnit(NamedTuple):
+    """A unit on one rank."""
+
+    block: int
+    flats: tuple[PlacedFlat, ...]
+
+    @property
+    def trained(self) -> list[PlacedFlat]:
+        return [flat for flat in self.flats if flat.shape.trained]
+
+    @property
+    def whole(self) -> int:
+        return sum(flat.whole for flat in self.flats)
+
+
+def place(setup: Setup, units: Sequence[UnitShape]) -> list[PlacedUnit]:
+    """A rank's ranges of all flats, and whose states are on the host."""
+    table, world = state_table(setup.stage, setup.world, setup.offload), setup.world
+    divided = table.optimizer.extent is Extent.SHARD
+
+    def own(flat: FlatShape) -> int:
+        return flat.shard(world) if divided else flat.numel(world)
+
+    sizes = [sum(own(flat) for flat in unit.flats if flat.trained) for unit in units]
+    stays = _stay(setup, sizes, units)
+    return [
+        PlacedUnit(
+            unit.block,
+            tuple(
+                PlacedFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not stays_here)
+                for flat in unit.flats
+            ),
+        )
+        for unit, stays_here in zip(units, stays, strict=True)
+    ]
+
+
+def _stay(setup: Setup, sizes: Sequence[int], units: Sequence[UnitShape]) -> list[bool]:
+    offload = setup.offload
+    if offload is None:
+        return [True] * len(sizes)
+    if offload.host_fraction != "auto":
+        return stay_on_device(sizes, offload.host_fraction)
+    if offload.device_memory is None:  # decided by what is free when it starts
+        return [False] * len(sizes)
+    sharded = state_table(setup.stage, setup.world, offload).parameters.extent is Extent.SHARD
+    elements = sum(
+        flat.shard(setup.world) if sharded else flat.numel(setup.world) for unit in units for flat in unit.flats
+    )
+    room = offload.device_memory - setup.width * elements
+    return stay_within(sizes, setup.width + setup.master_width + 2 * FP32, max(room, 0))
