@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -89,7 +90,7 @@ def test_a_job_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
 
 LOCKS = """
 import fcntl, sys, time
-file = open(sys.argv[1], "w")
+file = open(sys.argv[1], "a")
 fcntl.lockf(file, fcntl.LOCK_EX)
 print("locked", flush=True)
 time.sleep(60)
@@ -122,3 +123,53 @@ def test_a_file_system_without_locks_is_saved_to_as_before(tmp_path: Path, monke
     for number in range(2):
         zeroshard.save(tmp_path / "saved", *small(), extra=number)
     assert zeroshard.load(tmp_path / "saved", *small()) == 1
+
+
+def test_a_lock_of_this_machine_counts_however_long_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "STILL_SECONDS", 0.0)
+    other = tmp_path / ".saved.0123456789abcdef.partial"
+    other.mkdir()
+    claim.Claim(other)  # which goes on as that of the other process
+    command = [sys.executable, "-c", LOCKS, str(other / "claim")]
+    os.close(os.open(other / "claim", os.O_RDONLY))  # which gives back this process's lock
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"locked\n"
+            with pytest.raises(CheckpointError, match="is being written by another job"):
+                zeroshard.save(tmp_path / "saved", *small())
+            assert [entry.name for entry in tmp_path.iterdir()] == [other.name]
+        finally:
+            process.kill()
+    zeroshard.save(tmp_path / "saved", *small())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_claim_that_may_not_be_opened_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "claim").touch()
+    assert not claim.is_claimed(tmp_path)
+
+    def forbidden(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(claim.os, "open", forbidden)
+    assert claim.is_claimed(tmp_path)
+
+
+def test_a_claim_that_cannot_be_written_leaves_no_folder_and_no_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    model = small()
+    with monkeypatch.context() as patch:
+        patch.setattr(claim.os, "write", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            zeroshard.save(tmp_path / "saved", *model)
+    assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == before
+    zeroshard.save(tmp_path / "saved", *model)

@@ -1,8 +1,9 @@
 """One job at a time writes to a path, and one that died holds up nobody.
 
 A save keeps a file in its folder locked as long as it writes. The system gives the lock back when the process ends,
-however it ends, so what a killed job leaves is known as such at once. A lock may outlive a machine, on a file system
-that others serve: so one counts only while the folder grows, and is waited for no longer than ``STILL_SECONDS``.
+however it ends, so what a killed job leaves is known as such at once. A lock may outlive another machine, on a file
+system that a third one serves: so such a one counts only while the folder grows, and is waited for no longer than
+``STILL_SECONDS``. One of this machine always counts: a disk may be slow to flush for longer than that.
 
 Where a file system has no locks, two jobs that save to one path are not kept apart. They still never mix: each has a
 folder of its own, and the one whose folder the other has cleared fails.
@@ -34,10 +35,12 @@ class Claim:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._descriptor: int | None = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._descriptor: int | None = lock(folder / CLAIM)
+        try:
+            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n{_machine()}".encode())
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Lets others write."""
@@ -63,17 +66,34 @@ class Claim:
 
     def supersedes(self, folder: Path) -> bool:
         """Whether what is in another folder is left over: nobody has claimed it, or did so before, and is silent."""
-        return folder != self.folder and (not is_claimed(folder) or _began(folder) < _began(self.folder))
+        if folder == self.folder or not is_claimed(folder):
+            return folder != self.folder
+        return _began(folder) < _began(self.folder) and not _is_of_this_machine(folder)
+
+
+def lock(file: Path) -> int:
+    """Makes a file and locks it, where the file system can; until the descriptor is closed or the process ends."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
 
 
 def is_claimed(folder: Path) -> bool:
     """Whether another process has this folder locked."""
+    return is_locked(folder / CLAIM)
+
+
+def is_locked(file: Path) -> bool:
+    """Whether another process has this file locked; so it is held to be where another user's may not be opened."""
     try:
-        descriptor = os.open(folder / CLAIM, os.O_RDWR)
+        descriptor = os.open(file, os.O_RDONLY)  # which suffices to ask for a shared lock
+    except PermissionError:
+        return True
     except OSError:
         return False
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True
     except OSError:  # no locks here
@@ -95,7 +115,7 @@ def _writes(folder: Path) -> bool:
     """Whether somebody has it locked and writes; waits while that is not clear."""
     before, deadline = bytes_in(folder), time.monotonic() + STILL_SECONDS
     while is_claimed(folder):
-        if bytes_in(folder) != before:
+        if _is_of_this_machine(folder) or bytes_in(folder) != before:
             return True
         if time.monotonic() > deadline:
             return False
@@ -111,8 +131,24 @@ def _began(folder: Path) -> tuple[int, str]:
 
 
 def _name(folder: Path) -> str:
+    return _read(folder).partition("\n")[0] or "which has just ended"
+
+
+def _is_of_this_machine(folder: Path) -> bool:
+    return _read(folder).partition("\n")[2] == _machine()
+
+
+def _read(folder: Path) -> str:
     try:
         with open(folder / CLAIM, "rb") as file:
             return file.read(LARGEST).decode(errors="replace")
     except OSError:
-        return "which has just ended"
+        return ""
+
+
+def _machine() -> str:
+    """Another for every machine, and after it was started anew; the same for all containers on it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -102,7 +102,12 @@ def prepare(path: Path, token: str) -> Claim:
     check_replaceable(path)
     partial = partial_of(path, token)
     partial.mkdir(parents=True)
-    claim = Claim(partial)
+    try:
+        claim = Claim(partial)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            _remove(partial)
+        raise
     try:
         claim.check_alone(path, [one for one in _partials_of(path) if one != partial])
         left = [one for one in _complete_partials_of(path) if claim.supersedes(one)]
