@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from zeroshard import machine
 from zeroshard.checkpoint import export as exporting
 from zeroshard.checkpoint import shards
 from zeroshard.checkpoint.lora import Adapter, adapter_tensors
+from zeroshard.checkpoint.output import Output
 from zeroshard.cli.main import main
 
 MODELS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
@@ -200,9 +203,6 @@ def test_an_export_to_a_full_disk_leaves_nothing_and_says_what_to_do(
     out.mkdir()
     (out / "notes.txt").write_text("precious")
     (out / "config.json").write_text("theirs")
-    left = [".model-00001-of-00009.safetensors.tmp", ".model.safetensors.index.json.tmp"]  # of one that was killed
-    for name in left:
-        (out / name).touch()
     calls: list[object] = []
 
     def full_at(count: int, real: Any) -> Any:
@@ -251,3 +251,56 @@ def test_a_configuration_that_is_not_there_is_missed_before_anything_is_written(
     saved_model(tmp_path / "saved")
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--config", str(tmp_path / "none")]) == 1
     assert not (tmp_path / "out").exists()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from zeroshard.checkpoint import export, shards
+
+def stops(*_):
+    print("writing", flush=True)
+    sys.stdin.read()
+
+shards.bytes_of = stops
+export.export(Path(sys.argv[1]), Path(sys.argv[2]), config=Path(sys.argv[3]))
+"""
+
+
+def test_what_a_killed_export_left_goes_and_what_another_one_writes_stays(tmp_path: Path) -> None:
+    saved, out, config = tmp_path / "saved", tmp_path / "out", tmp_path / "given.json"
+    saved_model(saved)
+    config.write_text("{}")
+    out.mkdir()
+    (out / ".theirs.0123456789abcdef.tmp").touch()
+    command = [sys.executable, "-c", KILLED, str(saved), str(out), str(config)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"writing\n"
+            during = names_in(out)
+            assert {name.split(".")[1] for name in during} == {"config", "model", "theirs", "zeroshard"}
+            with Output(out) as output:
+                output.new("notes.txt", b"mine")
+            assert names_in(out) == [*during, "notes.txt"]
+        finally:
+            process.kill()
+    assert names_in(out) == [*during, "notes.txt"]
+    assert exporting.export(saved, out)
+    assert names_in(out) == [".theirs.0123456789abcdef.tmp", "model.safetensors", "notes.txt"]
+
+
+def test_two_that_write_to_one_folder_at_once_share_no_file(tmp_path: Path) -> None:
+    with Output(tmp_path) as first:
+        one = first.new("config.json", b"first")
+        with Output(tmp_path) as second:
+            assert second.new("config.json", b"second") != one
+        assert (tmp_path / "config.json").read_text() == "second"
+    assert (tmp_path / "config.json").read_text() == "first"
+    assert names_in(tmp_path) == ["config.json"]
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
+def test_the_size_of_a_shard_is_checked(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), f"--shard-size={size}"]) == 2
+    assert "--shard-size must be above 0, and finite" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import time
 import weakref
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor
 import zeroshard
 from tests.ranks import Pool
 from zeroshard import CheckpointError
-from zeroshard.checkpoint import save, shards
+from zeroshard.checkpoint import output, save, shards
+from zeroshard.cli.main import main
 from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT, ModelConfig
 from zeroshard.train.weights import load_weights, save_weights
@@ -89,6 +91,7 @@ def on_a_full_disk(folder: str) -> str:
         patch.setattr(shards, "bytes_of", full)
         with pytest.raises(CheckpointError) as raised:
             save_weights(Path(folder), CONFIG, model)
+    dist.barrier()  # rank 0 clears up on its own
     assert not os.listdir(folder)
     save_weights(Path(folder), CONFIG, model)
     return str(raised.value)
@@ -112,3 +115,63 @@ def slow_disk() -> None:
 
 def test_a_disk_that_is_slower_than_ranks_wait_for_each_other_is_waited_for() -> None:
     Pool.shared().run(slow_disk, 2, {})
+
+
+FOREIGN = ["pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin", "pytorch_model.bin.index.json"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_weights_of_another_program_are_never_touched(name: str, tmp_path: Path) -> None:
+    model = sharded(0)
+    for ours_beside in (False, True):
+        folder = tmp_path / str(ours_beside)
+        if ours_beside:
+            save_weights(folder, CONFIG, model)
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("precious")
+        before = {file.name: file.read_bytes() for file in folder.iterdir()}
+        with pytest.raises(CheckpointError, match=f"holds '{name}', which no run of .* wrote; choose another folder"):
+            save_weights(folder, CONFIG, model)
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_model_is_ours_only_if_its_configuration_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("precious")
+    with pytest.raises(CheckpointError, match=r"holds 'model-00001-of-00002\.safetensors'"):
+        save_weights(tmp_path, CONFIG, sharded(0))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "layers": 1, "hidden": 2, "heads": 1}))
+    assert main(["train", "--out", str(tmp_path)]) == 2  # before anything is trained
+    assert "choose another folder with --out" in capsys.readouterr().err
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    assert main(["train", "--out", str(tmp_path)]) == 2
+    assert "holds 'config.json'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["replace", "sync_folder"])
+def test_once_the_weights_before_are_gone_the_new_ones_stay_whatever_happens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sharded(0)
+    save_weights(tmp_path, CONFIG, model)
+    calls: list[Any] = []
+
+    def fails(*arguments: Any) -> None:
+        calls.append(arguments)
+        if name != "replace" or len(calls) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        os.rename(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if name == "replace" else output, name, fails)
+        with pytest.raises(CheckpointError) as raised:
+            save_weights(tmp_path, CONFIG, model)
+    if name == "replace":
+        found = re.search(r"rename (\S+) to (\S+)$", str(raised.value))
+        assert found is not None
+        (tmp_path / found[1]).rename(tmp_path / found[2])
+    else:
+        assert "all files are there" in str(raised.value)
+    loaded = load_weights(tmp_path, torch.device("cpu")).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in zeroshard.full_state_dict(model).items())
+    save_weights(tmp_path, CONFIG, model)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

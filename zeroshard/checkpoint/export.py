@@ -20,8 +20,9 @@ from .folder import candidates
 from .format import BUFFER, VALUE, CheckpointError
 from .index import Index, read_index
 from .lora import Adapter, Found, adapter_tensors, merged_tensors
+from .output import WEIGHTS, Output
 from .read import Reader
-from .shards import SHARD_BYTES, WEIGHTS, Output, Shards, Whole, as_json
+from .shards import SHARD_BYTES, Shards, Whole, as_json
 from .values import DTYPES, decode
 
 

@@ -1,6 +1,7 @@
 """`zeroshard export`: a checkpoint as Hugging Face safetensors."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,8 +55,10 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
-    if not arguments.shard_size > 0:
-        print(f"zeroshard export: --shard-size must be above 0, is {arguments.shard_size:g}", file=sys.stderr)
+    if not 0 < arguments.shard_size < math.inf:
+        print(
+            f"zeroshard export: --shard-size must be above 0, and finite, is {arguments.shard_size:g}", file=sys.stderr
+        )
         return 2
     try:
         files = export(

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zeroshard.checkpoint.folder import candidates
+from zeroshard.checkpoint.format import CheckpointError
 from zeroshard.checks import DTYPES
 from zeroshard.config import AUTO
 from zeroshard.machine import ensure_bf16_matmul, usable_cores
@@ -31,6 +32,7 @@ from zeroshard.train.job import (
 from zeroshard.train.launch import Nodes, launch, under_torchrun
 from zeroshard.train.loop import train
 from zeroshard.train.observer import LEAST_STEPS_TO_TRACE
+from zeroshard.train.weights import earlier_weights
 
 DESCRIPTION = """\
 Train a GPT from a TOML configuration: by default a byte-level one on the source files of
@@ -147,7 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check_trace(arguments.trace, job)
         out = arguments.out or Path("runs") / job.name
         _check_resume(arguments, job, out)
-    except ValueError as error:
+        earlier_weights(out)
+    except (ValueError, CheckpointError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":  # said once, however many ranks notice
             print(f"zeroshard train: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -1,8 +1,9 @@
 """Whole weights on disk: `model.safetensors`, or shards and an index, and a `config.json` that says which GPT it is."""
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.format import CheckpointError
+from zeroshard.checkpoint.output import WEIGHTS as LIKE_WEIGHTS
+from zeroshard.checkpoint.output import Output
 from zeroshard.checkpoint.save import on_rank_zero
-from zeroshard.checkpoint.shards import SHARD_BYTES, Output, Shards, Whole, as_json
+from zeroshard.checkpoint.shards import SHARD_BYTES, Shards, Whole, as_json
 from zeroshard.guards import names_only
 from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT, ModelConfig
@@ -19,6 +23,39 @@ from zeroshard.train.gpt import GPT, ModelConfig
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CONFIG = "config.json"
+OWN_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}")
+
+
+def earlier_weights(folder: Path) -> list[Path]:
+    """Return the weights that an earlier run has left in a folder, which the next one replaces.
+
+    Raises:
+        CheckpointError: the folder holds another program's, which would have to be deleted.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, and weights go into a folder; choose another with --out")
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
+    ours = _is_ours(folder / CONFIG)
+    found = [name for name in names if LIKE_WEIGHTS.fullmatch(name)]
+    foreign = [name for name in found if not (ours and OWN_WEIGHTS.fullmatch(name))]
+    if not ours and CONFIG in names:
+        foreign.append(CONFIG)
+    if foreign:
+        raise CheckpointError(
+            f"{folder} holds {foreign[0]!r}, which no run of `zeroshard train` wrote; choose another folder with "
+            "--out, or move that away"
+        )
+    return [folder / name for name in found]
+
+
+def _is_ours(config: Path) -> bool:
+    """Return whether `save_weights` wrote a configuration: that of a GPT, and nothing else."""
+    try:
+        found = json.loads(config.read_text())
+    except (OSError, ValueError):
+        return False
+    known = {field.name for field in fields(ModelConfig)}
+    return isinstance(found, dict) and {"layers", "hidden", "heads"} <= found.keys() <= known
 
 
 def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_bytes: int = SHARD_BYTES) -> list[Path]:
@@ -33,7 +70,7 @@ def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_byte
     parameters = [parameter for unit in runtime.units for flat in unit.flats for parameter in flat.parameters]
     assert len(parameters) == len(names), "the GPT has no buffers in its state dict, and no parameter under two names"
     wholes = [Whole(names[id(parameter)], tuple(parameter.shape), parameter.dtype) for parameter in parameters]
-    with Output(folder, replaces=True) as output:
+    with Output(folder) as output:
         writer = _Writer(output, config, wholes, shard_bytes)
         on_rank_zero(runtime.fabric, writer.begin)
         for parameter, values in runtime.whole_parameters():
@@ -52,6 +89,7 @@ class _Writer:
         self._shards: Shards | None = None
 
     def begin(self) -> None:
+        self._output.replace(earlier_weights(self._output.folder))
         self._output.new(CONFIG, as_json(asdict(self._config)))
         self._shards = Shards(self._output, self._wholes, self._shard_bytes)
 
