@@ -73,6 +73,8 @@ def test_what_comes_up_at_the_path_while_a_save_goes_on_stays(tmp_path: Path, mo
     with pytest.raises(CheckpointError, match=r"holds 'thesis.txt'"):
         zeroshard.save(tmp_path / "saved", *small())
     assert (tmp_path / "saved" / "thesis.txt").exists()
+    (tmp_path / "saved" / "thesis.txt").rename(tmp_path / "thesis.txt")
+    zeroshard.load(tmp_path / "saved", *small())  # it was complete, so it was not removed
 
 
 def test_notes_inside_a_checkpoint_that_is_one_too_many_stay(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from .. import compat
 from ..comm import Fabric
 from .claim import Claim, bytes_in
 from .contents import Contents
-from .folder import keep_newest, partial_of, publish, time_after
+from .folder import clear, keep_newest, partial_of, publish, time_after
 from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, TOKEN, CheckpointError, Part, data_file, failure_file, part_file
 from .index import Index, index_json, marker_json
 from .write import write_json, write_part
@@ -88,6 +88,8 @@ class Saving:
         self._told = True
         _unfinished.discard(self)
         problems = self._fabric.gather_objects(None if self._error is None else _tell(self._error))
+        if self._fabric.rank == 0 and any(problem is not None for problem in problems):
+            clear(partial_of(self.path, self._token))  # all ranks are done: a full disk would stay full
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise CheckpointError(f"{self.path} was not saved: rank {rank}: {problem}") from self._error
@@ -133,7 +135,7 @@ class Saving:
                 self._complete(folder)
         except BaseException as error:
             self._error = error
-            if rank != 0:
+            if rank != 0 and not self._given_up:  # then rank 0 knows, and may be removing the folder
                 self._tell_rank_zero(folder, error)
         finally:
             if self._claim is not None:

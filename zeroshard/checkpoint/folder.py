@@ -129,6 +129,16 @@ def discard(claim: Claim) -> None:
         _remove(claim.folder)
 
 
+def clear(partial: Path) -> None:
+    """Removes what a save that failed has written; on rank 0, when no rank writes any more.
+
+    Not if it lacks nothing but its name: that is a checkpoint, and ``load()`` finds it.
+    """
+    if read_marker(partial) is None:
+        with contextlib.suppress(OSError):
+            _remove(partial)
+
+
 def publish(partial: Path, path: Path) -> None:
     """Gives a complete checkpoint its name; on rank 0. The one that had it before goes."""
     check_replaceable(path)
