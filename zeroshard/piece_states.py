@@ -98,7 +98,7 @@ class PieceStates:
     # -- state dict -----------------------------------------------------------------------------------------------
 
     def state_dict(self, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole state in torch's format, on the CPU of every rank. Collective."""
+        """The whole state in torch's format, a copy on the CPU of every rank. Collective."""
         numbers = {id(p): n for n, p in enumerate(p for group in param_groups for p in group["params"])}
         packed: dict[int, dict[str, Any]] = {}
         for flat in self._flats:
@@ -107,9 +107,10 @@ class PieceStates:
         start, groups = 0, []
         for group in param_groups:
             members = range(start, start + len(group["params"]))
-            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": list(members)})
+            settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            groups.append({**settings, "params": list(members)})
             start = members.stop
-        return {"state": {**dict(sorted(packed.items())), **self.common()}, "param_groups": groups}
+        return {"state": {**dict(sorted(packed.items())), **copy.deepcopy(self.common())}, "param_groups": groups}
 
     def load_state_dict(self, param_groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
         """Takes a whole state in torch's format, into the groups too. Collective."""
@@ -173,7 +174,8 @@ class PieceStates:
                 if isinstance(value, Tensor) and value.shape == piece.tensor.shape and value.dim() > 0:
                     parts.setdefault(name, []).append((piece.offset, value))
                 else:
-                    mine[piece.slot][name] = value.cpu() if isinstance(value, Tensor) else value
+                    copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+                    mine[piece.slot][name] = copied
         everybody = self._fabric.gather_objects((mine, {name: found[0][1].dtype for name, found in parts.items()}))
         whole: dict[int, dict[str, Any]] = {}
         for states, _ in everybody:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -185,6 +186,28 @@ def test_rank_zeros_parameters_and_buffers_are_taken() -> None:
         zeroth[1].running_mean.fill_(1.0)
         model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=stage)
         assert_same_bits(zeroshard.full_state_dict(model), zeroth.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2, "precision": "bf16", "offload": "cpu"}])
+@on_ranks(1)
+def test_a_state_dict_of_the_optimizer_is_not_changed_by_later_steps(options: dict[str, Any]) -> None:
+    model = nn.Linear(4, 2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    model, optimizer = zeroshard.shard(model, optimizer, **options)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not optimizer.state.get("common"):
+            optimizer.state["common"] = {"count": torch.zeros(1)}
+            taken = optimizer.state_dict()
+            before = copy.deepcopy(taken)
+        optimizer.state["common"]["count"] += 1
+        optimizer.param_groups[0]["lr"] *= 0.5
+    for number, state in before["state"].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(taken["state"][number][name]), torch.as_tensor(value)), name
+    assert torch.equal(taken["param_groups"][0]["lr"], before["param_groups"][0]["lr"])
 
 
 @on_ranks(2)
