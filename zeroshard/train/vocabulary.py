@@ -27,46 +27,57 @@ class DividedLoss(nn.Module):
 
         Args:
             logits: [batch, sequence, vocabulary], divided by its last axis.
-            targets: [batch, sequence], whole on every rank.
+            targets: [batch, sequence], whole on every rank. One that is no token, nor ``IGNORED``, makes the loss NaN:
+                to raise would have every step wait for the device.
         """
         if targets is None:
             return logits.full_tensor()
         mesh = logits.device_mesh
         first = math.ceil(logits.shape[-1] / mesh.size()) * mesh.get_local_rank()
         part = logits.to_local().flatten(0, 1)
-        loss: Tensor = _CrossEntropy.apply(part, targets.flatten(), first, mesh)  # type: ignore[no-untyped-call]
+        size = logits.shape[-1]
+        loss: Tensor = _CrossEntropy.apply(part, targets.flatten(), first, size, mesh)  # type: ignore[no-untyped-call]
         return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, size: int, mesh: DeviceMesh) -> Tensor:
         own = logits.shape[-1]  # nothing on a last rank that the vocabulary does not reach
         highest = logits.amax(-1).float() if own else logits.new_full(targets.shape, -math.inf, dtype=torch.float32)
         highest = _over_ranks(highest, "max", mesh)
         values = logits.to(torch.float32, copy=True).sub_(highest[:, None])
         here = (targets >= first) & (targets < first + own)
         index = torch.where(here, targets - first, 0)[:, None]
-        followed = values.gather(-1, index)[:, 0] * here if own else torch.zeros_like(highest)
+        followed = torch.zeros_like(highest)
+        if own:
+            followed = torch.where(here, values.gather(-1, index)[:, 0], followed)
         values.exp_()
         followed, total = _over_ranks(torch.stack([followed, values.sum(-1)]), "sum", mesh)
         counted = targets != IGNORED
-        ctx.save_for_backward(values, total, here, index, counted)
+        valid_or_nan = torch.where((targets >= 0) & (targets < size), 1.0, math.nan)
+        weight = torch.where(counted, valid_or_nan, 0) / counted.sum()
+        ctx.save_for_backward(values, total, here, index, weight)
         ctx.dtype = logits.dtype
-        loss: Tensor = ((total.log() - followed) * counted).sum() / counted.sum()
+        loss: Tensor = torch.where(counted, (total.log() - followed) * valid_or_nan, 0).sum() / counted.sum()
         return loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        values, total, here, index, counted = ctx.saved_tensors
-        share = gradient * counted / counted.sum()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if torch.is_grad_enabled():  # torch's once_differentiable sees no gradient that comes in, so it would be silent
+            raise RuntimeError(
+                "the loss of divided logits has no second derivative (create_graph=True); compute it from whole "
+                "logits, as the model gives them without targets"
+            )
+        values, total, here, index, weight = ctx.saved_tensors
+        share = gradient * weight
         scale = (share / total)[:, None]
         result = torch.empty_like(values, dtype=ctx.dtype)
         torch.mul(values, scale, out=result)
         if values.shape[-1]:
             at_target = values.gather(-1, index) * scale - (share * here)[:, None]
             result.scatter_(-1, index, at_target.to(ctx.dtype))
-        return result, None, None, None
+        return result, None, None, None, None
 
 
 def _over_ranks(value: Tensor, operation: str, mesh: DeviceMesh) -> Tensor:
