@@ -17,7 +17,7 @@ from torch import Tensor
 import zeroshard
 from tests.ranks import Pool
 from zeroshard import CheckpointError
-from zeroshard.checkpoint import output, save, shards
+from zeroshard.checkpoint import agreement, output, shards
 from zeroshard.cli.main import main
 from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT, ModelConfig
@@ -108,9 +108,9 @@ def slow_disk() -> None:
     model = torch.nn.Linear(4, 4)
     model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stall_timeout=0.6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "TURN_SECONDS", 0.1)
+        patch.setattr(agreement, "TURN_SECONDS", 0.1)
         fabric = runtime_of(model).fabric
-        save.on_rank_zero(fabric, lambda: time.sleep(1.5))
+        agreement.on_rank_zero(fabric, lambda: time.sleep(1.5))
 
 
 def test_a_disk_that_is_slower_than_ranks_wait_for_each_other_is_waited_for() -> None:

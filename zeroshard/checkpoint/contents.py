@@ -41,10 +41,6 @@ class Contents(NamedTuple):
     joined_bytes: int = 0
     """Host memory that reading takes beside: the largest master that is split, put together."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.held)
-
 
 def region_of(flat: Flat, slot: int, start: int, stop: int) -> Region:
     """Which elements of a parameter a range of its slot holds."""

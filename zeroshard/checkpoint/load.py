@@ -16,6 +16,7 @@ from ..flat import Flat
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from . import random_state
+from .agreement import agree
 from .contents import buffers_of, extra_states_of
 from .fill import fill, load_settings, publish
 from .folder import candidates
@@ -23,7 +24,7 @@ from .format import BUFFER, VALUE, CheckpointError
 from .index import Index, read_index
 from .names import name_of
 from .read import Reader
-from .save import agree, check_optimizer, finish_latest
+from .save import check_optimizer, finish_latest
 from .values import EncodingError, decode
 
 NAMES_IN_A_MESSAGE = 3

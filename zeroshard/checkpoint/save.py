@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from .. import compat
 from ..comm import Fabric
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
+from .agreement import agree
 from .background import Latest, Place, Saving, check_not_writing
 from .contents import Contents, collect
 from .folder import discard, partial_of, prepare
@@ -27,8 +27,6 @@ from .snapshot import Snapshots
 
 SEEN_WITHIN_SECONDS = 10.0
 """How long a network file system may take to show a rank what another has written."""
-
-TURN_SECONDS = 0.5
 
 _latest: weakref.WeakKeyDictionary[Runtime, Latest] = weakref.WeakKeyDictionary()
 _snapshots: weakref.WeakKeyDictionary[Runtime, Snapshots] = weakref.WeakKeyDictionary()
@@ -179,41 +177,6 @@ def check_optimizer(runtime: Runtime, optimizer: object, what: str) -> None:
     """The optimizer must be this model's."""
     if optimizer is not None and optimizer is not runtime.optimizer:
         raise ValueError(f"{what}(): this optimizer is not the model's; pass both as zeroshard.shard() returned them")
-
-
-def agree(fabric: Fabric, problem: BaseException | None, told: Any = None) -> list[Any]:
-    """Raises on all ranks what went wrong on any: one that left alone would keep the others waiting.
-
-    Returns what every rank told, where nothing did.
-    """
-    everybody = fabric.gather_objects((None if problem is None else f"{type(problem).__name__}: {problem}", told))
-    if problem is not None:
-        raise problem
-    for rank, (text, _) in enumerate(everybody):
-        if text is not None:
-            raise CheckpointError(f"rank {rank} failed: {text}")
-    return [one for _, one in everybody]
-
-
-def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
-    """Has rank 0 do something that may take longer than ranks wait for each other. Raises on all what went wrong."""
-    done, problem = threading.Event(), []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            problem.append(error)
-        finally:
-            done.set()
-
-    if fabric.rank == 0:
-        threading.Thread(target=run, name="zeroshard rank 0", daemon=True).start()
-    else:
-        done.set()
-    while fabric.maximum([not done.wait(TURN_SECONDS)])[0]:  # every turn finds out whether all ranks are still alive
-        pass
-    agree(fabric, problem[0] if problem else None)
 
 
 def _open_folder(path: Path) -> Place:

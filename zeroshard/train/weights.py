@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.agreement import on_rank_zero
 from zeroshard.checkpoint.format import CheckpointError
 from zeroshard.checkpoint.output import WEIGHTS as LIKE_WEIGHTS
 from zeroshard.checkpoint.output import Output
-from zeroshard.checkpoint.save import on_rank_zero
 from zeroshard.checkpoint.shards import SHARD_BYTES, Shards, Whole, as_json
 from zeroshard.guards import names_only
 from zeroshard.runtime import runtime_of
