@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .lane import Lane, StallError, all_gather, work_of
 from .observe.watchdog import Watchdog
 from .parallel import grid
-from .process_group import backend_for
+from .process_group import backend_for, warn_of_gloo
 from .traffic import Meter
 
 POLL_SECONDS = 0.0002
@@ -77,6 +77,7 @@ class Fabric:
         self.reduces = Lane("reduces", self, reduces, self.meter)
         self.between = Lane("between replicas", self, between, self.meter_between)
         self.model = Lane("model parallel", self, model, self.meter_model)
+        warn_of_gloo(self.backend, device, self.model.world)
         if self.reduces.stream is not None:
             self.between.stream = self.reduces.stream  # one after the other anyway
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None

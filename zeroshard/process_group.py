@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -41,6 +42,16 @@ def end_process_group() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def warn_of_gloo(backend: str, device: torch.device, degree: int) -> None:
+    """Tensor parallelism on GPUs without NCCL: a tensor that DTensor gathers ends the process."""
+    if degree > 1 and backend == "gloo" and device.type == "cuda":
+        warnings.warn(
+            "tensor parallelism of CUDA tensors over Gloo: where DTensor gathers one, torch ends the process with a "
+            "segmentation fault (pytorch/pytorch#152645); use NCCL, with a GPU for each rank",
+            stacklevel=2,
+        )
 
 
 def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:

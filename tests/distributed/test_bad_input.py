@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import zeroshard
 from tests.models import Net, batch, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw, sgd, train
+from zeroshard.process_group import warn_of_gloo
 
 
 def refuse(
@@ -384,3 +386,13 @@ def test_ranks_that_were_told_can_shard_afterwards() -> None:
     model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=1)
     train(model, optimizer, 0)
     assert not torch.equal(zeroshard.full_state_dict(model)["first.weight"], net().first.weight)
+
+
+def test_tensor_parallelism_of_cuda_tensors_over_gloo_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="use NCCL, with a GPU for each rank"):
+        warn_of_gloo("gloo", torch.device("cuda"), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_gloo("gloo", torch.device("cuda"), 1)
+        warn_of_gloo("nccl", torch.device("cuda"), 2)
+        warn_of_gloo("gloo", torch.device("cpu"), 2)

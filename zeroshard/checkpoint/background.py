@@ -33,8 +33,8 @@ EXIT_SECONDS = 60.0
 """How long a process that ends waits for its last save while nothing is written: another rank may be dead."""
 
 
-class Place(NamedTuple):
-    """Where a save writes."""
+class Opened(NamedTuple):
+    """The folder that a save writes to."""
 
     token: str
     """A name that no other save has."""
@@ -49,15 +49,15 @@ class Saving:
         self,
         path: Path,
         fabric: Fabric,
-        place: Place,
+        opened: Opened,
         contents: Contents,
         *,
         steps: int,
         keep: int | None,
     ) -> None:
         self.path = path
-        self._fabric, self._token, self._steps, self._keep = fabric, place.token, steps, keep
-        self._claim = place.claim
+        self._fabric, self._token, self._steps, self._keep = fabric, opened.token, steps, keep
+        self._claim = opened.claim
         self._contents: Contents | None = contents
         self._done = threading.Event()
         self._abandoned = threading.Event()

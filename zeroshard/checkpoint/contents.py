@@ -88,7 +88,7 @@ def collect(
                 scalars |= _scalars(flat, optimizer)
     values: dict[str, Any] = {
         "random": encode(random_state.read(fabric.device), "the random state", keep),
-        "place": list(random_state.Place.of(fabric)),
+        "place": list(random_state.Seat.of(fabric)),
     }
     if loader is not None:
         values["loader"] = encode(_state_dict(loader, "loader"), "loader", keep)

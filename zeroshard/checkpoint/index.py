@@ -13,7 +13,7 @@ from .boxes import flaw
 from .format import INDEX, LARGEST_JSON, MARKER, VERSION, CheckpointError, Entry, Part, count
 
 
-class Place(NamedTuple):
+class Located(NamedTuple):
     """An entry, and whose file it is in."""
 
     rank: int
@@ -25,10 +25,10 @@ class Index:
 
     def __init__(self, folder: Path, token: str, parts: Sequence[Part]) -> None:
         self.folder, self.token, self.parts = folder, token, tuple(parts)
-        self.places: dict[tuple[str, str], list[Place]] = {}
+        self.places: dict[tuple[str, str], list[Located]] = {}
         for part in parts:
             for entry in part.entries:
-                self.places.setdefault((entry.name, entry.kind), []).append(Place(part.rank, entry))
+                self.places.setdefault((entry.name, entry.kind), []).append(Located(part.rank, entry))
         self.kinds: dict[str, list[str]] = {}
         """What there is of each parameter."""
         for name, kind in self.places:

@@ -204,8 +204,8 @@ def _source(index: Index, fabric: Fabric) -> random_state.Source:
         place = part.values.get("place", [rank, 0, 1])  # older ones do not say
         if not isinstance(place, list) or len(place) != 3 or any(type(number) is not int for number in place):
             raise CheckpointError(f"{index.folder} does not say where rank {rank} stood: {place!r}")
-        places.append(random_state.Place(*place))
-    return random_state.source_of(random_state.Place.of(fabric), fabric.world, places)
+        places.append(random_state.Seat(*place))
+    return random_state.source_of(random_state.Seat.of(fabric), fabric.world, places)
 
 
 def _agree_usable(fabric: Fabric, problem: Exception | None, after: str) -> None:

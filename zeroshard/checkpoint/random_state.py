@@ -17,7 +17,7 @@ import torch
 from ..comm import Fabric
 
 
-class Place(NamedTuple):
+class Seat(NamedTuple):
     """Where a rank stands among all."""
 
     data: int
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     """Of tensor parallelism: parts of the model."""
 
     @classmethod
-    def of(cls, fabric: Fabric) -> Place:
+    def of(cls, fabric: Fabric) -> Seat:
         return cls(fabric.data_rank, fabric.model.rank, fabric.model.world)
 
 
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     """That run had another number of ranks, or divided the model otherwise."""
 
 
-def source_of(mine: Place, world: int, saved: Sequence[Place]) -> Source:
+def source_of(mine: Seat, world: int, saved: Sequence[Seat]) -> Source:
     """Finds it, for a rank of a world of this size."""
     if len(saved) == world and mine in saved:
         return Source(saved.index(mine), new=False, rearranged=False)

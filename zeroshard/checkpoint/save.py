@@ -19,7 +19,7 @@ from ..comm import Fabric
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from .agreement import agree
-from .background import Latest, Place, Saving, check_not_writing
+from .background import Latest, Opened, Saving, check_not_writing
 from .contents import Contents, collect
 from .folder import discard, partial_of, prepare
 from .format import TOKEN, CheckpointError
@@ -71,7 +71,7 @@ def save(
     snapshots = snapshots_of(model)
     with compat.label("zeroshard.save"), torch.no_grad():
         contents, target, problem = None, Path(), None
-        place: Place | None = None
+        opened: Opened | None = None
         lacking = 0
         try:
             target = Path(path).absolute()
@@ -83,18 +83,18 @@ def save(
             if asynchronous:
                 lacking = snapshots.lacking(contents)
             if fabric.rank == 0:
-                place = _open_folder(target)
+                opened = _open_folder(target)
         except Exception as error:
             problem = error
-        with _given_up_on_error(place):
-            everybody = agree(fabric, problem, _Opened(None if place is None else place.token, lacking))
+        with _given_up_on_error(opened):
+            everybody = agree(fabric, problem, _Ready(None if opened is None else opened.token, lacking))
             assert contents is not None
-            place = place or Place(everybody[0].token, None)
+            opened = opened or Opened(everybody[0].token, None)
             # Memory is got on all ranks or on none: some would block, the others wait for them in the next step.
             lacking = max(one.lacking for one in everybody)
             got_none = snapshots.allocate(contents) if asynchronous and lacking <= 0 else None
-            seen = agree(fabric, None, (_is_seen(target, place.token), got_none))
-            _check_seen(target, place.token, [sees for sees, _ in seen])
+            seen = agree(fabric, None, (_is_seen(target, opened.token), got_none))
+            _check_seen(target, opened.token, [sees for sees, _ in seen])
             if asynchronous:
                 asynchronous = not _say_why_not(fabric, snapshots, contents, lacking, [why for _, why in seen])
             saving = None
@@ -104,7 +104,7 @@ def save(
                 elif fabric.device.type == "cuda":
                     torch.cuda.synchronize(fabric.device)  # another thread reads what is written now
                 steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
-                saving = Saving(target, fabric, place, contents, steps=steps, keep=keep)
+                saving = Saving(target, fabric, opened, contents, steps=steps, keep=keep)
             except Exception as error:
                 problem = error
             del contents
@@ -123,7 +123,7 @@ def save(
     return saving
 
 
-class _Opened(NamedTuple):
+class _Ready(NamedTuple):
     """What ranks tell each other before a save begins."""
 
     token: str | None
@@ -133,13 +133,13 @@ class _Opened(NamedTuple):
 
 
 @contextmanager
-def _given_up_on_error(place: Place | None) -> Iterator[None]:
+def _given_up_on_error(opened: Opened | None) -> Iterator[None]:
     """A save that does not begin leaves no folder."""
     try:
         yield
     except BaseException:
-        if place is not None and place.claim is not None:
-            discard(place.claim)
+        if opened is not None and opened.claim is not None:
+            discard(opened.claim)
         raise
 
 
@@ -179,7 +179,7 @@ def check_optimizer(runtime: Runtime, optimizer: object, what: str) -> None:
         raise ValueError(f"{what}(): this optimizer is not the model's; pass both as zeroshard.shard() returned them")
 
 
-def _open_folder(path: Path) -> Place:
+def _open_folder(path: Path) -> Opened:
     """An empty folder that is this job's; on rank 0."""
     token = secrets.token_hex(8)
     try:
@@ -188,12 +188,12 @@ def _open_folder(path: Path) -> Place:
         raise
     except Exception as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
-    with _given_up_on_error(place := Place(token, claim)):
+    with _given_up_on_error(opened := Opened(token, claim)):
         try:
             (claim.folder / TOKEN).write_text(token)
         except Exception as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
-    return place
+    return opened
 
 
 def _is_seen(path: Path, token: str) -> bool:
