@@ -104,6 +104,8 @@ class Traced:
     forward_flops: tuple[float, ...] = ()
     """By unit; nothing if they are not known."""
     backward_flops: float = 0.0
+    logits: float = 0.0
+    """Elements that its cross-entropy passes over."""
 
     @property
     def parameters(self) -> int:
@@ -126,6 +128,7 @@ class Traced:
             forward=forward,
             backward=(self.backward_flops - 2 * root) / blocks if blocks else 2.0,
             product=max(forward[1:] or forward) / BLOCK_FLOPS,
+            logits=self.logits,
         )
 
 

@@ -51,7 +51,7 @@ def trace(
     args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
     watch = _Watch(model, units)
     try:
-        with watch, _FusedAttention(watch):
+        with watch, _KnownFunctions(watch):
             output = model(*args, **kwargs)
             watch.end_forward()
             loss = _loss(output)
@@ -66,6 +66,7 @@ def trace(
         watch.activations(),
         tuple(watch.forward_flops),
         watch.backward_flops,
+        watch.logits,
     )
 
 
@@ -125,7 +126,7 @@ class _Watch(compat.OperationWatch):
         self._turned = False
         """Whether the loss is being computed, or backward has begun."""
         self._note: Callable[[int], None] = _into(self._forward, 0)
-        self.attention_flops = 0.0
+        self.attention_flops = self.logits = 0.0
         """Of forward passes, which are no products that torch would see."""
         self.forward_flops = [0.0] * len(units)
         self._unit = 0
@@ -243,8 +244,8 @@ def _into(peaks: list[int], number: int) -> Callable[[int], None]:
     return note
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention as a GPU's kernels have it."""
+class _KnownFunctions(TorchFunctionMode):
+    """Attention as a GPU's kernels have it, and how much a loss passes over."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -254,6 +255,8 @@ class _FusedAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        if func is F.cross_entropy:
+            self._watch.logits += (args[0] if args else given["input"]).numel()
         if func is not F.scaled_dot_product_attention:
             return func(*args, **given)
         query, key, value = (args[i] if i < len(args) else given[n] for i, n in enumerate(("query", "key", "value")))
