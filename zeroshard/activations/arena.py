@@ -149,21 +149,20 @@ class DeviceArena:
             self._alive -= size
 
     def settle(self, step: int) -> None:
-        """After a step, when little is alive: makes room for what had none.
-
-        Where no more was alive than in an earlier step, pieces of other sizes or in another order left gaps, and there
-        is nothing that a user could do about it.
-        """
+        """After a step, when little is alive: makes room for what had none."""
         self._free_returned()
         missing, self._wanted = self._wanted.reached, Space(WITHOUT_END)
         most, self._most = self._most, self._alive
         before, self._most_before = self._most_before, max(self._most_before, most)
         if not missing:
             return
-        if self._blocks and most > before:
+        if self._blocks:
+            why, remedy = "were too little for", "; begin with the largest batch to have one"
+            if most <= before:  # nothing that a user could do about it
+                why, remedy = "had only gaps between pieces of other sizes for", ""
             warnings.warn(
-                f"arena: {self.size / 2**20:.1f} MiB, which earlier steps took, were too little for step {step}, so it "
-                f"grew by {missing / 2**20:.1f} MiB, in a block of its own; begin with the largest batch to have one",
+                f"arena: {self.size / 2**20:.1f} MiB, which earlier steps took, {why} step {step}, so it grew by "
+                f"{missing / 2**20:.1f} MiB, in a block of its own{remedy}",
                 stacklevel=2,
             )
         if self._device.type == "cuda":
