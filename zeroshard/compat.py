@@ -161,6 +161,7 @@ class OperationWatch(TorchDispatchMode):
         return result
 
     def see(self, tensors: list[Tensor]) -> None:
+        """For those who watch to write."""
         raise NotImplementedError
 
 

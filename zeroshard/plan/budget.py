@@ -20,11 +20,10 @@ from ..offload.states import HostBytes, bytes_of, wanted
 from ..table import Extent, state_table
 from .activations import Activations, transformer_activations
 from .arena import Places, arena_bytes
-from .placed import PlacedFlat, PlacedUnit, place
+from .placed import FP32, PlacedFlat, PlacedUnit, place
 from .shape import Setup, Transformer, Work
 from .units import UnitShape, transformer_units
 
-FP32 = 4
 WORKSPACE = 64 << 20
 """Of the library that multiplies matrices on a GPU: forward and backward run on threads that have one each."""
 BLOCK_FLOPS = 24

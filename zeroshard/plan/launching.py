@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,21 +36,24 @@ def launch_seconds(device: torch.device) -> dict[str, float]:
     All of them take a step in turn, and what one takes longer than another is the median of what it took longer in
     each turn: a core that others use, too, is half as quick in one second as in the next.
     """
-    with _in_turn(device) as steps:
-        alone = steps["alone"]
-        found = {
-            "launch.forward": [step.forward for step in alone],
-            "launch.backward": [step.backward for step in alone],
-            "launch.update": [step.update for step in alone],
-            "launch.step": [step.fixed for step in alone],
-            "launch.recompute": [step.passes - other.passes for step, other in _pairs(steps["checkpointed"], alone)],
-            "launch.offload": [step.passes - other.passes for step, other in _pairs(steps["offloaded"], alone)],
-            "launch.hand_over": [step.update for step in steps["offloaded"]],
-            "launch.beside": [step.whole - other.passes for step, other in _pairs(steps["beside"], alone)],
-        }
-        if "divided" in steps:  # two gathers and a reduce
-            divided = _pairs(steps["divided"], alone)
-            found["launch.communicate"] = [(step.passes - other.passes) / 3 for step, other in divided]
+    steps = _in_turn(device)
+    alone = steps["alone"]
+
+    def longer(way: str) -> list[float]:
+        return [step.passes - other.passes for step, other in zip(steps[way], alone, strict=True)]
+
+    found = {
+        "launch.forward": [step.forward for step in alone],
+        "launch.backward": [step.backward for step in alone],
+        "launch.update": [step.update for step in alone],
+        "launch.step": [step.fixed for step in alone],
+        "launch.recompute": longer("checkpointed"),
+        "launch.offload": longer("offloaded"),
+        "launch.hand_over": [step.update for step in steps["offloaded"]],
+        "launch.beside": longer("beside"),
+    }
+    if "divided" in steps:  # two gathers and a reduce
+        found["launch.communicate"] = [seconds / 3 for seconds in longer("divided")]
     return {key: max(0.0, statistics.median(values)) for key, values in found.items()}
 
 
@@ -67,25 +69,15 @@ class Launches(NamedTuple):
     def passes(self) -> float:
         return self.forward + self.backward
 
-    @property
-    def whole(self) -> float:
-        return self.passes + self.update
 
-
-def _pairs(these: list[Launches], those: list[Launches]) -> Iterator[tuple[Launches, Launches]]:
-    return zip(these, those, strict=True)
-
-
-@contextmanager
-def _in_turn(device: torch.device) -> Iterator[dict[str, list[Launches]]]:
+def _in_turn(device: torch.device) -> dict[str, list[Launches]]:
     """The steps of every way to train, that of one rank of eight among them where no real ranks would be asked."""
     probes = {way: _probes(device, **options) for way, options in WAYS.items()}
     if dist.is_initialized():
-        yield _steps(probes)
-        return
+        return _steps(probes)
     with compat.one_rank_of(8, 0):
         probes["divided"] = _probes(device, stage=3)
-        yield _steps(probes)
+        return _steps(probes)
 
 
 def _probes(device: torch.device, **options: Any) -> tuple[_Probe, ...]:

@@ -11,6 +11,7 @@ from .shape import Setup
 from .units import FlatShape, UnitShape
 
 FP32 = 4
+"""Bytes of an element of accumulators and moments."""
 
 
 class PlacedFlat(NamedTuple):
