@@ -97,20 +97,25 @@ time.sleep(60)
 """
 
 
+@contextmanager
+def locked_by_another(file: Path) -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", LOCKS, str(file)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"locked\n"
+            yield
+        finally:
+            process.kill()
+
+
 def test_a_lock_that_outlived_its_machine_is_waited_for_a_while_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim, "STILL_SECONDS", 0.2)
     left = tmp_path / ".saved.0123456789abcdef.partial"
     left.mkdir()
-    command = [sys.executable, "-c", LOCKS, str(left / "claim")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"locked\n"
-            zeroshard.save(tmp_path / "saved", *small(), extra="mine")
-        finally:
-            process.kill()
+    with locked_by_another(left / "claim"):
+        zeroshard.save(tmp_path / "saved", *small(), extra="mine")
     assert zeroshard.load(tmp_path / "saved", *small()) == "mine"
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
@@ -132,17 +137,11 @@ def test_a_lock_of_this_machine_counts_however_long_nothing_is_written(
     other = tmp_path / ".saved.0123456789abcdef.partial"
     other.mkdir()
     claim.Claim(other)  # which goes on as that of the other process
-    command = [sys.executable, "-c", LOCKS, str(other / "claim")]
     os.close(os.open(other / "claim", os.O_RDONLY))  # which gives back this process's lock
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"locked\n"
-            with pytest.raises(CheckpointError, match="is being written by another job"):
-                zeroshard.save(tmp_path / "saved", *small())
-            assert [entry.name for entry in tmp_path.iterdir()] == [other.name]
-        finally:
-            process.kill()
+    with locked_by_another(other / "claim"):
+        with pytest.raises(CheckpointError, match="is being written by another job"):
+            zeroshard.save(tmp_path / "saved", *small())
+        assert [entry.name for entry in tmp_path.iterdir()] == [other.name]
     zeroshard.save(tmp_path / "saved", *small())
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 

@@ -12,6 +12,7 @@ from torch import nn
 import zeroshard
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
+from tests.training import train
 
 WIDE = {"width": 96, "depth": 4}
 
@@ -44,9 +45,7 @@ def test_model_states_between_backward_and_step_are_the_formula_within_one_perce
     psi = sum(p.numel() for p in model.parameters())
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=stage, precision=precision)
     for number in range(3):
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, number)
     stats = zeroshard.stats(model)
     assert stats.memory_at_step is not None
     width, states = {"bf16": (2, 12), "fp32": (4, 8)}[precision]
@@ -187,9 +186,7 @@ def test_states_that_come_late_are_in_the_memory_of_a_step() -> None:
     state["state"] = {number: {"momentum_buffer": None} for number in group["params"]}
     optimizer.load_state_dict(state)
     for number in range(3):
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, number)
     stats = zeroshard.stats(model)
     assert stats.memory_at_step is not None
     assert stats.memory_at_step.optimizer_states == stats.memory.optimizer_states > 0
