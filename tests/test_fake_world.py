@@ -1,7 +1,8 @@
-"""One rank of a large world on one process: sizes and volume are those of that world, values mean nothing."""
+"""One rank of a large world on one process: sizes and volume are those of that world, gradients this rank's own."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
 from tests.models import loss_of, net
+from zeroshard.comm import Fabric
 
 
 @pytest.fixture
@@ -40,6 +42,15 @@ def test_a_rank_of_eight_holds_and_moves_what_the_paper_says(stage: int, world_o
     assert stats.memory_at_step.model_states == pytest.approx(expected, rel=0.03)  # padding of small tensors
     factor = 2 if stage < 3 else 3 - stats.kept_parameters / stats.padded_parameters
     assert stats.volume_elements == pytest.approx(factor * stats.padded_parameters)
+
+
+def test_gradients_of_ranks_that_are_not_there_are_taken_to_be_its_own(world_of_eight: int) -> None:
+    lane = Fabric(torch.device("cpu"), stall_timeout=10.0).reduces
+    whole, shard = torch.arange(2.0 * world_of_eight), torch.full((2,), math.nan)
+    lane.reduce_scatter(whole, shard, "some").wait()
+    assert shard.tolist() == [6.0, 7.0]
+    lane.all_reduce(whole, "all").wait()
+    assert torch.equal(whole, torch.arange(2.0 * world_of_eight))
 
 
 def test_without_a_process_group_it_is_a_world_of_one_and_parameters_stay_readable() -> None:

@@ -201,6 +201,11 @@ class Lane:
         if self._ranks.backend == "nccl":
             reduce(dist.ReduceOp.AVG)
             return
+        if self._ranks.backend == "fake":  # of ranks that are not there, all of which have what this one has
+            reduce(dist.ReduceOp.SUM)
+            if outputs is not inputs:
+                outputs.copy_(inputs.tensor_split(self.world)[self.rank])
+            return
         # Dividing first keeps fp16 sums from overflowing; for the others once, afterwards, is a smaller pass.
         first = inputs.dtype is torch.float16
         if first:
