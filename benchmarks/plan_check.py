@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from benchmarks.plan_cases import Case, Measured, cases
-from benchmarks.plan_compare import as_json, compare, recommendations, show, verdicts
+from benchmarks.plan_compare import Compared, Recommendation, as_json, compare, recommendations, show, verdicts
 from zeroshard import compat
 from zeroshard.plan import calibrate
 from zeroshard.plan.dryrun import dry_run
@@ -249,22 +249,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spent = time.perf_counter() - begin
         print(f"{number} of {len(wanted)}, {spent:.0f} s: {what}", file=sys.stderr, flush=True)
 
+    def kept(found: dict[Case, Measured]) -> tuple[list[Compared], list[Recommendation]]:
+        """Written as it grows, so that a run that is cut short has not been for nothing."""
+        compared = [compare(case, measured, device, machine) for case, measured in found.items()]
+        advised = recommendations(compared)
+        if given.out is not None:
+            given.out.write_text(json.dumps(as_json(compared, advised, time.perf_counter() - begin), indent=2))
+        return compared, advised
+
     if on_gpu and given.measure in ("all", "times"):
         taken: dict[Case, list[float]] = {case: [] for case in wanted}
         for turn in range(given.rounds):
             for number, case in enumerate(wanted, 1):
                 taken[case].append(seconds_of_a_step(case, device))
                 told(f"round {turn + 1}, {case.name}: {1e3 * taken[case][-1]:.1f} ms", number)
-        found = {case: replace(found[case], seconds=statistics.mean(taken[case])) for case in wanted}
+            found = {case: replace(found[case], seconds=statistics.mean(taken[case])) for case in wanted}
+            kept(found)
     if given.measure in ("all", "memory"):
         for number, case in enumerate(wanted, 1):
             found[case] = replace(measure(case, device), seconds=found[case].seconds)
             told(f"memory, {case.name}", number)
-    compared = [compare(case, measured, device, machine) for case, measured in found.items()]
-    advised = recommendations(compared)
+            kept(found)
+    compared, advised = kept(found)
     show(compared, advised, Console() if sys.stdout.isatty() else Console(width=170))
-    if given.out is not None:
-        given.out.write_text(json.dumps(as_json(compared, advised, time.perf_counter() - begin), indent=2))
     return 0 if all(held for held, _ in verdicts(compared, advised).values()) else 1
 
 
