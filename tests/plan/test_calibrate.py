@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from zeroshard.plan import calibrate as measuring
 from zeroshard.plan import launching
-from zeroshard.plan.calibrate import Calibration, calibrate, fit, toml, write
-from zeroshard.plan.machine_profile import load
+from zeroshard.plan.calibrate import GPU_SIZES, Calibration, Pass, Size, Speed, calibrate, fit, toml, write
+from zeroshard.plan.machine_profile import Launch, load
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import step_time
 
@@ -22,7 +23,8 @@ def here() -> Calibration:
 
 def test_this_machine_is_measured_in_under_a_minute(here: Calibration) -> None:
     assert here.seconds < 60
-    assert {"device.efficiency", "device.half_work", "device.bandwidth", "host.bandwidth"} <= here.measured
+    keys = {"device.efficiency", "device.half_work", "device.traffic", "device.bandwidth", "host.bandwidth"}
+    assert keys <= here.measured
     assert not any(key.startswith(("inside", "between")) for key in here.measured)  # there is one rank
     assert here.machine.inside == load("cpu").inside
 
@@ -46,13 +48,26 @@ def test_a_profile_is_a_toml_file(here: Calibration, tmp_path: Path) -> None:
         write(here, tmp_path / "mine")
 
 
-def test_the_fit_finds_a_saturating_rate_and_survives_noise() -> None:
-    works = [1e6, 1e7, 1e8, 1e9]
-    rate, half = fit(works, [7e12 * work / (work + 3e7) for work in works])
-    assert rate == pytest.approx(7e12, rel=0.02)
-    assert half == pytest.approx(3e7, rel=0.1)
-    rate, _ = fit(works, [2e12, 1e12, 1e12, 3e12])
-    assert 1e12 < rate < 5e12
+def pass_at(speed: Speed, size: Size) -> Pass:
+    one = Pass(size, 4, 1024, 1.0)
+    products = one.flops / speed.rate * (1 + speed.half_work / size.work)
+    return one._replace(seconds=products + one.written * speed.write_seconds)
+
+
+def test_the_fit_finds_what_products_and_memory_take() -> None:
+    speed = Speed(rate=6e14, half_work=1e9, write_seconds=1.2e-12)
+    found = fit([pass_at(speed, size) for size in GPU_SIZES])
+    assert found == pytest.approx(speed, rel=1e-6)
+
+
+def test_the_fit_survives_noise() -> None:
+    speed = Speed(rate=6e14, half_work=1e6, write_seconds=1e-15)
+    passes = [pass_at(speed, size) for size in GPU_SIZES]
+    noise = (1.0, 1.3, 0.8, 1.1, 0.9)
+    found = fit([one._replace(seconds=one.seconds * factor) for one, factor in zip(passes, noise, strict=True)])
+    assert found.rate == pytest.approx(6e14, rel=0.4)
+    assert found.half_work >= 1
+    assert found.write_seconds >= 0
 
 
 def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +81,8 @@ def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launching, "DEPTHS", (2, 10))
     monkeypatch.setattr(launching, "TURNS", 4)
     found = launching.launch_seconds(torch.device("cpu"))
-    names = ("forward", "backward", "recompute", "communicate", "offload", "hand_over", "beside", "update", "step")
-    assert set(found) == {f"launch.{name}" for name in names}
+    assert set(found) == {f"launch.{entry.name}" for entry in fields(Launch)}
     assert min(found.values()) >= 0
+    assert found["launch.crowded"] >= 1
     assert 0 < found["launch.forward"] < 1
     assert measuring.with_values(load("h200"), found).launch.forward == found["launch.forward"]

@@ -102,6 +102,8 @@ class Traced:
     activations: Activations
     forward_flops: tuple[float, ...] = ()
     """By unit; nothing if they are not known."""
+    forward_written: tuple[float, ...] = ()
+    """Elements of activations, by unit."""
     backward_flops: float = 0.0
     logits: float = 0.0
     """Elements that its cross-entropy passes over."""
@@ -126,6 +128,7 @@ class Traced:
             trained=tuple(sum(flat.parameters for flat in unit.flats if flat.trained) for unit in self.units),
             forward=forward,
             backward=(self.backward_flops - 2 * root) / blocks if blocks else 2.0,
+            written=(0.0, *self.forward_written[1:]),
             product=max(forward[1:] or forward) / BLOCK_FLOPS,
             logits=self.logits,
         )

@@ -14,30 +14,30 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .. import machine as facts
-from ..offload.arena import Arena
-from ..offload.kernel import AdamRule, Pool, Segment
-from ..offload.pipeline import default_threads
 from ..train.gpt import Block, ModelConfig
+from .host_update import BYTES as UPDATE_BYTES
+from .host_update import HostUpdate
 from .launching import launch_seconds
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine, load
+from .shape import Transformer
 
 SECONDS = 0.4
 """Each measurement repeats for so long, at least three times."""
+SETTLING_SECONDS = 1.2
 HOST_PARAMETERS = 48 << 20
 """Updated at a time, 0.7 GB of states: more than a cache holds."""
 COPY_BYTES = 256 << 20
 MESSAGE_BYTES = 64 << 20
-RULE = AdamRule(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, step=100)
 
 
 class Size(NamedTuple):
@@ -52,8 +52,9 @@ class Size(NamedTuple):
         return float(self.tokens * self.hidden**2)
 
 
-GPU_SIZES = (Size(1024, 2048), Size(2048, 4096), Size(4096, 4096), Size(4096, 16384))
-CPU_SIZES = (Size(128, 256), Size(256, 512), Size(512, 1024), Size(1024, 1024))
+GPU_SIZES = (Size(4096, 16384), Size(1024, 2048), Size(1024, 32768), Size(2048, 8192), Size(4096, 4096))
+CPU_SIZES = (Size(1024, 1024), Size(128, 256), Size(256, 512), Size(256, 2048), Size(512, 1024))
+OTHER_PRECISION_SIZES = {"cuda": Size(2048, 4096), "cpu": Size(512, 1024)}
 GPU_SEQUENCE, CPU_SEQUENCE = 1024, 256
 GPU_DEPTH = 4
 """Blocks in a row, as in a training."""
@@ -114,57 +115,98 @@ def _base_name(device: torch.device) -> str:
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """The quickest of some repetitions, after one that does not count: what else runs here only adds to them."""
-
-    def once() -> float:
-        begin = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
-
-    once()
+    _seconds_once(work, device)
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < SECONDS:
-        taken.append(once())
+        taken.append(_seconds_once(work, device))
     return min(taken)
 
 
-def fit(works: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
-    """The rate that work tends to, and the work that reaches half of it.
+def _seconds_once(work: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
 
-    The half is looked for among powers of 1.1 up to half of the largest work, so that noise cannot extrapolate far, by
-    the least squares of relative errors.
 
-    >>> rate, half = fit([1e6, 1e7, 1e8], [50e9, 91e9, 99e9])
-    >>> round(rate / 1e10), round(half / 1e6, 1)
-    (10, 1.0)
+class Pass(NamedTuple):
+    """Blocks that were passed through, forward and back, and how long that took."""
+
+    size: Size
+    depth: int
+    sequence: int
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        return 3 * self.depth * (24 * self.size.work + 4 * self.size.tokens * self.sequence * self.size.hidden)
+
+    @property
+    def written(self) -> float:
+        """Activations as the time model counts them: three times what forward writes."""
+        block = Transformer(layers=1, hidden=self.size.hidden, heads=1, vocabulary=1).block_written()
+        return 3 * self.depth * self.size.tokens * block
+
+
+class Speed(NamedTuple):
+    """Of blocks: what their products tend to, what each of these loses, and what all else takes."""
+
+    rate: float
+    """FLOPs a second."""
+    half_work: float
+    """The work (``Size.work``) that reaches half of it."""
+    write_seconds: float
+    """For each activation that is written."""
+
+
+def fit(passes: Sequence[Pass]) -> Speed:
+    """The least squares of relative errors; none of the three is negative.
+
+    >>> sizes = [Size(1024, 2048), Size(1024, 16384), Size(4096, 4096), Size(4096, 16384)]
+    >>> passes = [Pass(size, 1, 1024, 1.0) for size in sizes]
+    >>> passes = [one._replace(seconds=one.flops / 6e14 * (1 + 1e9 / one.size.work)) for one in passes]
+    >>> rate, half_work, write_seconds = fit(passes)
+    >>> round(rate / 1e12), round(half_work / 1e9, 3), round(write_seconds * 1e15)
+    (600, 1.0, 0)
     """
-    best = (math.inf, max(rates), 0.0)
-    half = min(works) / 1000
-    while half <= max(works) / 2:
-        logs = [math.log(rate * (work + half) / work) for work, rate in zip(works, rates, strict=True)]
-        middle = statistics.mean(logs)
-        best = min(best, (sum((value - middle) ** 2 for value in logs), math.exp(middle), half))
-        half *= 1.1
-    return best[1], best[2]
+    rows = [[one.flops, one.flops / one.size.work, one.written] for one in passes]
+    shares = torch.tensor(rows, dtype=torch.float64) / torch.tensor([[one.seconds] for one in passes])
+    best = (math.inf, [0.0, 0.0, 0.0])
+    for kept in ([0], [0, 1], [0, 2], [0, 1, 2]):
+        scale = shares[:, kept].norm(dim=0)  # their units are far apart
+        found = torch.linalg.lstsq(shares[:, kept] / scale, torch.ones(len(passes), 1, dtype=torch.float64)).solution
+        values = dict(zip(kept, (found[:, 0] / scale).tolist(), strict=True))
+        if min(values.values()) >= 0:
+            error = float((shares[:, kept] / scale @ found - 1).square().sum())
+            best = min(best, (error, [values.get(column, 0.0) for column in range(3)]))
+    a_flop, a_product, a_write = best[1]
+    return Speed(1 / a_flop, max(a_product / a_flop, 1.0), a_write)
 
 
-def block_rates(device: torch.device, dtype: torch.dtype, sizes: Sequence[Size]) -> Iterator[float]:
-    """FLOPs a second of forward and backward through blocks of a GPT, everything in them included."""
+def pass_through(device: torch.device, dtype: torch.dtype, size: Size) -> Pass:
+    """Measures blocks of a GPT, everything in them included."""
     cuda = device.type == "cuda"
     depth, sequence = (GPU_DEPTH, GPU_SEQUENCE) if cuda else (1, CPU_SEQUENCE)
-    for size in sizes:
-        config = ModelConfig(layers=depth, hidden=size.hidden, heads=max(1, size.hidden // 64), sequence=sequence)
-        blocks = nn.Sequential(*(Block(config) for _ in range(depth))).to(device, dtype)
-        shape = (max(1, size.tokens // sequence), sequence, size.hidden)
-        tokens = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-        wanted = [tokens, *blocks.parameters()]
+    config = ModelConfig(layers=depth, hidden=size.hidden, heads=max(1, size.hidden // 64), sequence=sequence)
+    blocks = nn.Sequential(*(Block(config) for _ in range(depth))).to(device, dtype)
+    shape = (max(1, size.tokens // sequence), sequence, size.hidden)
+    tokens = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    wanted, gradient = [tokens, *blocks.parameters()], torch.randn(shape, device=device, dtype=dtype)
 
-        def pass_through(blocks: nn.Module = blocks, tokens: Tensor = tokens, wanted: list[Tensor] = wanted) -> None:
-            torch.autograd.grad(blocks(tokens).sum(), wanted)
+    def work() -> None:
+        torch.autograd.grad(blocks(tokens), wanted, gradient)
 
-        forward = depth * (24 * size.work + 4 * size.tokens * sequence * size.hidden)
-        yield 3 * forward / seconds_of(graphed(pass_through) if cuda else pass_through, device)
+    seconds = settled_seconds_of(graphed(work), device) if cuda else seconds_of(work, device)
+    return Pass(size, depth, sequence, seconds)
+
+
+def settled_seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """What it takes after a while: a GPU at its limit of power slows down within a second, and trains that way."""
+    taken: list[float] = []
+    while len(taken) < 4 or sum(taken) < SETTLING_SECONDS:
+        taken.append(_seconds_once(work, device))
+    return statistics.median(taken[len(taken) // 2 :])
 
 
 def graphed(work: Callable[[], object]) -> Callable[[], object]:
@@ -190,24 +232,25 @@ def product_rate(device: torch.device, dtype: torch.dtype, size: Size) -> float:
 
 def _measure_device(device: torch.device, base: Machine, known: bool) -> dict[str, float]:
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
-    works = [size.work for size in sizes]
     short = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
     # How speed grows with size is taken from the precision that such a device mostly trains in, for both.
     main, other = (torch.float32, short) if device.type == "cpu" else (short, torch.float32)
-    fastest, half_work = fit(works, list(block_rates(device, main, sizes)))
-    largest = next(iter(block_rates(device, other, sizes[-1:])))
-    # What small products lose takes as long in both.
-    lost = half_work / fastest / works[-1]
-    rates = {main: fastest, other: 1 / max(1 / largest - lost, 0.1 / largest)}
-    found: dict[str, float] = {"device.half_work": half_work * rates[short] / fastest}
+    speed = fit([pass_through(device, main, size) for size in sizes])
+    there = pass_through(device, other, OTHER_PRECISION_SIZES[device.type])
+    # What small products lose takes as long in both, what is written as many times as long as it is wider.
+    writing = speed.write_seconds * other.itemsize / main.itemsize
+    lost = speed.half_work / speed.rate * there.flops / there.size.work + writing * there.written
+    rates = {main: speed.rate, other: there.flops / max(there.seconds - lost, 0.1 * there.seconds)}
+    found: dict[str, float] = {"device.half_work": speed.half_work * rates[short] / speed.rate}
     peak = base.device.peak_16bit
     if not known:
-        peak = max(rates[short], product_rate(device, short, sizes[-1]))
+        peak = max(rates[short], product_rate(device, short, sizes[0]))
         found["device.peak_16bit"] = peak
     found["device.efficiency"] = min(1.0, rates[short] / peak)
     # One efficiency serves both precisions, so that this one's peak is what gives its measured rate.
     found["device.peak_fp32"] = rates[torch.float32] / found["device.efficiency"]
     found["device.bandwidth"] = sum(UPDATED) * DEVICE_UPDATE_BYTES / _update_seconds(device, short)
+    found["device.traffic"] = speed.write_seconds / main.itemsize * found["device.bandwidth"]
     if device.type == "cuda":
         found["device.memory"] = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -232,22 +275,12 @@ def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _measure_host(device: torch.device) -> dict[str, float]:
-    """Through the kernel that updates, 28 bytes a parameter; all ranks of a node at once."""
-    arena = Arena(14 * HOST_PARAMETERS, pinned=False)  # the memory that states live in
-    gradient = arena.take(HOST_PARAMETERS, torch.bfloat16).fill_(0.01)
-    master, first, second = (arena.take(HOST_PARAMETERS, torch.float32).fill_(0.01) for _ in range(3))
-    segment = Segment(
-        gradient=gradient, master=master, parameter=gradient, moments=(first, second), rule=None, key=0, start=0
-    )
-    pool = Pool(default_threads(device))
-    try:
-        batch = pool.prepare([segment])
-        seconds = seconds_of(lambda: batch.run([RULE], 1.0), torch.device("cpu"))
-    finally:
-        pool.close()
+    """Through the kernel that updates; all ranks of a node at once."""
+    with HostUpdate(device, HOST_PARAMETERS) as update:
+        seconds = seconds_of(update.run, torch.device("cpu"))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
-        "host.bandwidth": ranks * HOST_PARAMETERS * 28 / seconds,
+        "host.bandwidth": ranks * HOST_PARAMETERS * UPDATE_BYTES / seconds,
         "host.memory": float(facts.usable_memory()),
         "host.sockets": 1,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from .. import compat
 from ..api import shard, synchronize
 from ..offload.options import Offload
 from ..train.gpt import GPT, ModelConfig
+from .host_update import HostUpdate, Repeated
 
 DEPTHS = (4, 16)
 """Blocks of the models that are timed; the difference is that of so many blocks."""
@@ -22,8 +24,11 @@ TURNS = 12
 """Of two steps, the second of which counts: it begins as steps do, while the host is still at work for the first."""
 LEARNING = 2
 """Turns that do not count: the first steps learn the order of units and make the optimizer's states."""
+CROWD_PARAMETERS = 16 << 20
+"""That the host updates at a time, over and over, while a crowded model is timed."""
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
+    "crowded": {},
     "checkpointed": {"checkpointing": True},
     "offloaded": {"offload": "cpu"},
     "beside": {"offload": Offload(update_in_backward=True)},
@@ -42,7 +47,9 @@ def launch_seconds(device: torch.device) -> dict[str, float]:
     def longer(way: str) -> list[float]:
         return [step.passes - other.passes for step, other in zip(steps[way], alone, strict=True)]
 
+    slower = [step.passes / other.passes for step, other in zip(steps["crowded"], alone, strict=True)]
     found = {
+        "launch.crowded": [max(1.0, factor) for factor in slower],
         "launch.forward": [step.forward for step in alone],
         "launch.backward": [step.backward for step in alone],
         "launch.update": [step.update for step in alone],
@@ -73,22 +80,25 @@ class Launches(NamedTuple):
 def _in_turn(device: torch.device) -> dict[str, list[Launches]]:
     """The steps of every way to train, that of one rank of eight among them where no real ranks would be asked."""
     probes = {way: _probes(device, **options) for way, options in WAYS.items()}
-    if dist.is_initialized():
-        return _steps(probes)
-    with compat.one_rank_of(8, 0):
-        probes["divided"] = _probes(device, stage=3)
-        return _steps(probes)
+    with HostUpdate(device, CROWD_PARAMETERS) as update:
+        crowd = Repeated(update)
+        if dist.is_initialized():
+            return _steps(probes, crowd)
+        with compat.one_rank_of(8, 0):
+            probes["divided"] = _probes(device, stage=3)
+            return _steps(probes, crowd)
 
 
 def _probes(device: torch.device, **options: Any) -> tuple[_Probe, ...]:
     return tuple(_Probe(device, layers, **options) for layers in DEPTHS)
 
 
-def _steps(probes: dict[str, tuple[_Probe, ...]]) -> dict[str, list[Launches]]:
+def _steps(probes: dict[str, tuple[_Probe, ...]], crowd: Repeated) -> dict[str, list[Launches]]:
     found: dict[str, list[Launches]] = {way: [] for way in probes}
     for number in range(LEARNING + TURNS):
         for way, (shallow, deep) in probes.items():
-            few, many = shallow.turn(), deep.turn()
+            with crowd if way == "crowded" else nullcontext():
+                few, many = shallow.turn(), deep.turn()
             forward, backward, update = (
                 (late - early) / (DEPTHS[1] - DEPTHS[0]) for early, late in zip(few, many, strict=True)
             )

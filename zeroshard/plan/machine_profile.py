@@ -37,6 +37,8 @@ class Device:
     """What of the peak the products of a transformer reach as they grow."""
     half_work: float
     """Multiply-adds (tokens · hidden² / M) of a product in 16 bits that reaches half of that."""
+    traffic: float = 0.0
+    """Bytes that pass its memory for every byte of activations that a forward writes. 0 is: in the efficiency."""
 
     def rate(self, work: float, *, half: bool) -> float:
         """FLOPs a second in products of so many multiply-adds.
@@ -95,6 +97,8 @@ class Launch:
     """Sending a gradient off and waiting for new parameters."""
     beside: float = 0.0
     """The same where the host updates beside backward, whose thread then shares the interpreter with it."""
+    crowded: float = 1.0
+    """How many times as long a unit's launching takes while the host updates on its other cores."""
     hand_over: float = 0.0
     """In a step: telling the host to update."""
     update: float = 0.0
@@ -206,7 +210,7 @@ def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: 
         if key not in known:
             raise ValueError(f"{path}.{key} is unknown{nearest(key, known)}; known: {', '.join(known)}")
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-        if not number or (value == 0 and kind is not Launch):
+        if not number or (value == 0 and key not in optional):
             raise ValueError(f"{path}.{key}={value!r} must be a positive number")
     missing = [key for key in known if key not in values and key not in optional]
     if missing:

@@ -66,6 +66,14 @@ class Transformer:
         biases = self.query_width + 2 * self.kv_width + 2 * self.hidden + self.mlp_width if self.biases else 0
         return self.block_matrices + norms + biases
 
+    def block_written(self, ranks: int = 1) -> float:
+        """Activations that one block's forward writes for a token, on one of the ranks that share the block.
+
+        Norms, what comes out of attention and MLP, and both sums are whole on each of them.
+        """
+        attention = 2 * self.query_width + 2 * self.kv_width
+        return 6 * self.hidden + (attention + (4 if self.gated else 2) * self.mlp_width) / ranks
+
     @property
     def root(self) -> int:
         """Parameters outside the blocks: embeddings, positions, the last norm and the head."""
@@ -105,6 +113,8 @@ class Work(NamedTuple):
     """FLOPs."""
     backward: float
     """FLOPs of a block's backward, recomputation included, in those of its forward."""
+    written: tuple[float, ...]
+    """Activations that forward writes, elements; of blocks, not of the root, which has the loss."""
     product: float
     """Multiply-adds of a typical product, on which the speed of all depends."""
     logits: float = 0.0

@@ -8,7 +8,8 @@ What overlaps with what is what the runtime does (DESIGN: "The life of a unit"):
 - Offload: gradients go down behind backward; the host updates in the order in which forward needs units, and forward
   waits for each. Updating in backward begins as a gradient lands; a delayed update has until that unit's next gradient.
 - Tensor parallelism hides nothing: its all-reduces stand between two products.
-- A unit takes as long as it takes to launch, where that is longer than to compute.
+- One thread launches all that the device does, and is ahead of it by as much as the device's queue holds. It waits
+  for the host where that has parameters to send or no room for a gradient, and is slower while the host updates.
 - Checkpoints that are divided among model-parallel ranks (P_a) or on the host (P_a+cpu): down behind forward, up and
   gathered behind backward (``checkpoint_time``).
 """
@@ -16,6 +17,7 @@ What overlaps with what is what the runtime does (DESIGN: "The life of a unit"):
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -35,6 +37,8 @@ STEPS = 4
 """Steps that are laid out; the last one is taken, when what one leaves to the next has settled."""
 LOSS_BYTES = 28
 """Traffic a logit of a softmax in fp32: cast, normalised, and both ways back."""
+AHEAD = 16
+"""Units that are launched ahead of the device, at most: a queue holds about a thousand kernels."""
 LAID_OUT = 3
 """Micro-batches that are laid out; more of them take as long as the last one each."""
 
@@ -117,6 +121,7 @@ def work_of(model: Transformer, setup: Setup) -> Work:
         trained=units,
         forward=(head, *[blocks / count] * count),
         backward=3 if setup.checkpointing else 2,
+        written=(0.0, *[tokens * model.layers * model.block_written(tensor) / count] * count),
         product=tokens * model.hidden**2 / tensor,
         logits=tokens * model.vocabulary / tensor,
     )
@@ -162,9 +167,14 @@ class _Step:
         self.tensor = ring(machine, tensor, 1)
 
         rate = machine.device.rate(work.product, half=width == 2)
-        self.forward_seconds = [flops / rate for flops in work.forward]
+        rest = width * machine.device.traffic / machine.device.bandwidth
+        self.forward_seconds = [
+            flops / rate + written * rest for flops, written in zip(work.forward, work.written, strict=True)
+        ]
         self.loss_seconds = work.logits * LOSS_BYTES / 2 / machine.device.bandwidth  # in forward, and in backward
-        self.launch, self.launching, self.parts = machine.launch, 0.0, parts
+        self.launch, self.parts = machine.launch, parts
+        self.done: deque[float] = deque(maxlen=AHEAD)
+        """When the device was through with the last units."""
         self.backward_blocks = work.backward
         head, blocks = work.forward[0], sum(work.forward[1:])
         self.flops = setup.micro_batches * (3 * head + (1 + self.backward_blocks) * blocks)
@@ -206,6 +216,7 @@ class _Step:
         self.reduced_wire = [size * width for size in work.trained]
         count = len(self.units)
         self.ready = [0.0] * count  # when forward may use a unit (or gather it)
+        self.sent = [0.0] * count  # when the thread may launch that
         self.updated = [0.0] * count  # when its gradient's slot on the host is free
         self.landed = [0.0] * count
         self.reduced = [0.0] * count
@@ -215,6 +226,11 @@ class _Step:
         return self.offload is not None and (
             self.offload.update_in_backward or self.offload.delayed_update_after is not None
         )
+
+    @property
+    def _from_host(self) -> bool:
+        """Whether parameters rest there, so that a unit is fetched even where no other rank has a part of it."""
+        return self.offload is not None and self.offload.parameters == "cpu" and self.setup.stage == 3
 
     @property
     def _delayed(self) -> bool:
@@ -229,12 +245,12 @@ class _Step:
             ends.append(self.timeline.free(Lane.DEVICE))
             self._update()
         window = Span(ends[-2], ends[-1])
-        order = (Lane.DEVICE, Lane.HOST, Lane.BETWEEN, Lane.INSIDE, Lane.UP, Lane.DOWN)
+        order = (Lane.DEVICE, Lane.THREAD, Lane.HOST, Lane.BETWEEN, Lane.INSIDE, Lane.UP, Lane.DOWN)
         spent = self.timeline.exposed(window, *order)
-        on_device, launching = sum(self.device_update), self.launching / STEPS
+        on_device = sum(self.device_update)
         return StepTime(
-            compute=spent[Lane.DEVICE] - on_device - launching,
-            launching=launching,
+            compute=spent[Lane.DEVICE] - on_device,
+            launching=spent[Lane.THREAD],
             update=spent[Lane.HOST] + on_device,
             exposed_inside=spent[Lane.INSIDE],
             exposed_between=spent[Lane.BETWEEN],
@@ -247,12 +263,12 @@ class _Step:
     def _forward(self) -> None:
         blocks = range(1, self.layers + 1)
         there = self._pass([0, *blocks], gathers=[0, *blocks], seconds=self.forward_seconds, head=False)
-        self._compute(self.forward_seconds[0] + self.loss_seconds, 0.0, there[0])
+        self._compute(self.forward_seconds[0] + self.loss_seconds, there[0])
 
     def _backward(self) -> None:
         blocks = range(self.layers, 0, -1)
         backward = [2 * self.forward_seconds[0], *(self.backward_blocks * s for s in self.forward_seconds[1:])]
-        self._compute(backward[0] + self.loss_seconds, 0.0)
+        self._compute(backward[0] + self.loss_seconds)
         gathers = [block for block in blocks if block <= self.layers - self.keep]
         self._pass(list(blocks), gathers=gathers, seconds=backward, head=True)
         self._reduce(0)
@@ -274,8 +290,9 @@ class _Step:
             waits = [there.get(unit, 0.0), there.get(0, 0.0)]
             if head and len(recent) >= IN_FLIGHT:
                 waits.append(self.reduced[recent[-IN_FLIGHT]])
-            if head and len(recent) >= LANDING:
-                waits.append(self.landed[recent[-LANDING]])
+            held_up = self.landed[recent[-LANDING]] if head and len(recent) >= LANDING else 0.0
+            if not head:
+                held_up = max(self.sent[unit], self.sent[0])
             if self.checkpoints is not None:
                 block, part = divmod(unit - 1, self.parts)
                 if head and part == self.parts - 1:
@@ -283,9 +300,9 @@ class _Step:
                 elif not head and part == 0:
                     waits.append(self.checkpoints.keep())
             passes = (self.backward_blocks - 1) if head else 1
-            launched = max(seconds[unit], self._launch_seconds(head))
-            self.launching += launched - seconds[unit]
-            self._compute(launched, passes * self.tensor_seconds, *waits)
+            started = self._launch(self._launch_seconds(head), held_up)
+            self._compute(seconds[unit], started, *waits, tensor=passes * self.tensor_seconds)
+            self.timeline.hold(Lane.DEVICE, self.timeline.free(Lane.THREAD))
             if head:
                 self._reduce(unit)
                 recent.append(unit)
@@ -295,17 +312,24 @@ class _Step:
         """Of one block, in forward or in backward."""
         launch, setup = self.launch, self.setup
         gathers = setup.stage == 3 or (not backward and setup.stage > 0)
-        collectives = 0 if setup.world == 1 else gathers + backward
+        collectives = gathers + backward if setup.world > 1 else int(self._from_host)
         block = launch.forward if not backward else launch.backward
         if backward and setup.checkpointing:
             block += launch.recompute
         unit = collectives * launch.communicate
         if backward and self.offload is not None:
             unit += (launch.beside or launch.offload) if self._beside_backward else launch.offload
-        return block / self.parts + unit
+        crowded = self.offload is not None and (backward == self._beside_backward)
+        return (block / self.parts + unit) * (launch.crowded if crowded else 1.0)
 
-    def _compute(self, seconds: float, tensor: float, *after: float) -> None:
+    def _launch(self, seconds: float, after: float = 0.0) -> float:
+        """Has the thread launch something; returns when it begins."""
+        ahead = self.done[0] if len(self.done) == AHEAD else 0.0
+        return self.timeline.run(Lane.THREAD, seconds, after, ahead) - seconds
+
+    def _compute(self, seconds: float, *after: float, tensor: float = 0.0) -> None:
         done = self.timeline.run(Lane.DEVICE, seconds, *after)
+        self.done.append(done)
         if tensor:
             # The device waits for every one of them: its next work comes after.
             self._wait(self.timeline.run(self.tensor.lane, tensor, done))
@@ -336,28 +360,28 @@ class _Step:
         """After a step's last backward: all is reduced, the ranks agree and find the norm, units are updated."""
         agree = self.data.seconds(0.0, passes=2) * 2
         known = self.timeline.run(self.data.lane, agree, max(self.reduced))
-        self.launching += self.launch.step
-        self.timeline.run(Lane.DEVICE, self.launch.step, known)
+        self._launch(self.launch.step)
         forward, backward = range(len(self.units)), [*range(self.layers, 0, -1), 0]
         for unit in forward:
             if self.device_update[unit]:
-                launched = max(self.device_update[unit], self.launch.update)
-                self.launching += launched - self.device_update[unit]
-                done = self.timeline.run(Lane.DEVICE, launched, known)
+                launched = self._launch(self.launch.update)
+                done = self.timeline.run(Lane.DEVICE, self.device_update[unit], known, launched)
                 self.ready[unit] = self._send(unit, done)
+        self._wait(self.timeline.free(Lane.THREAD))
         if self.offload is None or self.offload.update_in_backward:
             return
         known = max(known, *self.landed)
         for unit in backward if self._delayed else forward:
-            self.launching += self.launch.hand_over
-            handed = self.timeline.run(Lane.DEVICE, self.launch.hand_over)
-            self._update_on_host(unit, max(known, handed))
+            self._launch(self.launch.hand_over)
+            self._update_on_host(unit, max(known, self.timeline.free(Lane.THREAD)))
         if self.offload.blocking:
             self._wait(max(self.ready))
+            self.timeline.hold(Lane.THREAD, max(self.ready))
 
     def _update_on_host(self, unit: int, after: float) -> None:
         self.updated[unit] = self.timeline.run(Lane.HOST, self.host_update[unit], after)
         if not self._delayed:
+            self.sent[unit] = self.updated[unit]
             self.ready[unit] = self._publish(unit, self.updated[unit])
 
     def _publish(self, unit: int, after: float) -> float:

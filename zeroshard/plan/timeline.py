@@ -11,6 +11,7 @@ class Lane(Enum):
     """Something that does one thing at a time."""
 
     DEVICE = "device"
+    THREAD = "thread that drives the device"
     INSIDE = "links inside a node"
     BETWEEN = "links between nodes"
     DOWN = "from device to host"

@@ -65,6 +65,7 @@ def trace(
         buffers,
         watch.activations(),
         tuple(watch.forward_flops),
+        tuple(written / dtype.itemsize for written in watch.forward_written),
         watch.backward_flops,
         watch.logits,
     )
@@ -124,11 +125,13 @@ class _Watch(compat.OperationWatch):
         self._forward, self._backward, self._after = ([0] * len(units) for _ in range(3))
         self._loss = self._saved = self._early = 0
         self._turned = False
-        """Whether the loss is being computed, or backward has begun."""
+        """Whether the model has returned: what is computed now is the loss, or backward."""
         self._note: Callable[[int], None] = _into(self._forward, 0)
         self.attention_flops = self.logits = 0.0
         """Of forward passes, which are no products that torch would see."""
         self.forward_flops = [0.0] * len(units)
+        self.forward_written = [0] * len(units)
+        """Bytes."""
         self._unit = 0
         self._counted = self._forward_attention = 0.0
         self._hooks: list[RemovableHandle] = []
@@ -151,6 +154,8 @@ class _Watch(compat.OperationWatch):
             if key not in self._known and key not in self._own:
                 self._known[key] = storage.nbytes()
                 self._alive += storage.nbytes()
+                if not self._turned:
+                    self.forward_written[self._unit] += storage.nbytes()
                 self._note(self._alive)
                 weakref.finalize(storage, self._free, key)
 
@@ -206,6 +211,7 @@ class _Watch(compat.OperationWatch):
 
     def end_forward(self) -> None:
         """The model has returned; its loss, where it made none, comes now."""
+        self._turned = True
         self._saved = self._alive
         self._note = self._note_loss
         self._note(self._alive)
