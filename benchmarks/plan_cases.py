@@ -90,7 +90,11 @@ def jobs(on_gpu: bool) -> dict[str, Job]:
 
 
 def cases(on_gpu: bool) -> list[Case]:
-    """Stages × offload × precision × sizes."""
+    """Stages × offload × precision × sizes.
+
+    Torch's fake group copies a gather once for each rank, which launching is slower for; a model that is bound by
+    launching is therefore one of eight ranks, as that which launching is measured with, and not of 64.
+    """
     known = jobs(on_gpu)
     found = [Case(known["124M"], 1, 0, way) for way in ("none", "cpu", "cpu, 16-bit states", "cpu, small")]
     found += [Case(known["355M"], 1, 0, way) for way in ("none", "cpu", "cpu, 16-bit states", "cpu, small")]
@@ -105,7 +109,7 @@ def cases(on_gpu: bool) -> list[Case]:
     found += [Case(known["124M"], 8, 2, "none", "fp16"), Case(known["124M, all kept"], 8, 3)]
     found += [Case(known["774M"], 64, stage) for stage in (1, 2, 3)]
     found += [Case(known["1.5B"], 1, 0, way) for way in ("none", "cpu", "cpu, 16-bit states", "cpu, small")]
-    found += [Case(known["1.5B"], 64, stage) for stage in (2, 3)]
+    found += [Case(known["1.5B"], 8, stage) for stage in (2, 3)]
     return found
 
 

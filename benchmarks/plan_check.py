@@ -258,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return compared, advised
 
     if on_gpu and given.measure in ("all", "times"):
+        seconds_of_a_step(wanted[0], device)  # the first of a process is slower
         taken: dict[Case, list[float]] = {case: [] for case in wanted}
         for turn in range(given.rounds):
             for number, case in enumerate(wanted, 1):

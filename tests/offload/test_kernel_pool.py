@@ -14,7 +14,7 @@ import torch
 
 from tests.offload.host import ADAM, ADAMW, NATIVE, SGD, Format, assert_same_bits, clone, pool, random_segment
 from zeroshard import machine
-from zeroshard.offload import cores
+from zeroshard.offload import cores, pipeline
 from zeroshard.offload.kernel import Pool, Segment, Simd
 
 ROOT = Path(__file__).parents[2]
@@ -234,3 +234,14 @@ def test_accumulate_wants_an_fp32_total_of_the_same_length() -> None:
 def test_nothing_to_do_is_fine() -> None:
     pool().update([], 1.0)
     pool().update([segment(0)], 1.0)
+
+
+@pytest.mark.parametrize(("mine", "threads", "beside"), [(16, 15, 13), (8, 7, 5), (4, 3, 3), (2, 2, 2)])
+def test_some_of_many_cores_are_left_to_those_who_drive_a_device(
+    mine: int, threads: int, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "share", lambda: cores.Share(mine, ()))
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert pipeline.default_threads(cuda) == threads
+    assert pipeline.default_threads(cuda, beside_backward=True) == beside
+    assert pipeline.default_threads(cpu, beside_backward=True) == mine

@@ -11,6 +11,7 @@ import torch
 from zeroshard.plan import calibrate as measuring
 from zeroshard.plan import launching
 from zeroshard.plan.calibrate import GPU_SIZES, Calibration, Pass, Size, Speed, calibrate, fit, toml, write
+from zeroshard.plan.host_update import HostUpdate, Repeated
 from zeroshard.plan.machine_profile import Launch, load
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import step_time
@@ -80,7 +81,10 @@ def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.M
 def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "DEPTHS", (2, 10))
     monkeypatch.setattr(launching, "TURNS", 4)
-    found = launching.launch_seconds(torch.device("cpu"))
+    with HostUpdate(torch.device("cpu"), 1 << 16) as update:
+        crowd = Repeated(update)
+        found = launching.launch_seconds(torch.device("cpu"), crowd)
+    assert crowd.taken, "the host was at work"
     assert set(found) == {f"launch.{entry.name}" for entry in fields(Launch)}
     assert min(found.values()) >= 0
     assert found["launch.crowded"] >= 1

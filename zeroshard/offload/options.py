@@ -57,8 +57,8 @@ class Offload:
     Saves 2 bytes a parameter of host memory for 2 more over PCIe, 6 in all.
     """
     threads: int | None = None
-    """Threads that update. By default the cores this rank may use, divided by the ranks on this machine; one less
-    where a GPU is to be driven."""
+    """Threads that update. By default the cores this rank may use, divided by the ranks on this machine; where a GPU is
+    to be driven one less, and three less of many where backward goes on meanwhile."""
     host_memory: int | None = None
     """Bytes of host memory that this rank may use. By default what is available, divided by the ranks here."""
     seed: int = 0
@@ -69,6 +69,11 @@ class Offload:
     def __post_init__(self) -> None:
         for mistake in self._mistakes():
             raise ValueError(mistake)
+
+    @property
+    def beside_backward(self) -> bool:
+        """Whether the host updates while backward goes on."""
+        return self.update_in_backward or self.delayed_update_after is not None
 
     @classmethod
     def parse(cls, value: object) -> Self | None:

@@ -41,6 +41,11 @@ GROUP_ELEMENTS = 96 << 20
 """Elements that are updated in one call, at most, unless one flat has more."""
 DRIVER_CORES = 4
 """From how many cores on one is left to the training thread. Of 16, 15 threads updated faster than 16 beside it."""
+CROWDED_CORES = 8
+"""From how many on three are, where backward goes on meanwhile: it launches, the mover copies, the updater sends.
+
+Of 16, 13 threads then gave shorter steps than 15 (benchmarks/RESULTS.md).
+"""
 HIGH_HALVES = 3
 """Staging buffers for parameters that are read back: one arrives, one is updated, one is sent off."""
 
@@ -130,7 +135,7 @@ class Pipeline:
             self.pool = DryPool()
             self.mover, self.updater = DryWorker("gradient copy", LANDING), DryWorker("update", 0)
         else:
-            self.pool = Pool(options.threads or default_threads(device))
+            self.pool = Pool(options.threads or default_threads(device, beside_backward=options.beside_backward))
             self.mover, self.updater = Worker("gradient copy", use_device, tell), Worker("update", use_device, tell)
         self.room = threading.Semaphore(LANDING + dry)
         self.down = torch.cuda.Stream(device) if cuda else None
@@ -333,7 +338,9 @@ class Pipeline:
         return arrived
 
 
-def default_threads(device: torch.device) -> int:
-    """This rank's cores, less one that drives the device where there is one and enough of them."""
+def default_threads(device: torch.device, *, beside_backward: bool = False) -> int:
+    """This rank's cores, less those that drive the device, where there is one and enough of them."""
     cores = share().threads
-    return cores - 1 if device.type == "cuda" and cores >= DRIVER_CORES else cores
+    if device.type != "cuda" or cores < DRIVER_CORES:
+        return cores
+    return cores - (3 if beside_backward and cores >= CROWDED_CORES else 1)

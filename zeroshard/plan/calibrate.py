@@ -26,7 +26,7 @@ from torch import nn
 from .. import machine as facts
 from ..train.gpt import Block, ModelConfig
 from .host_update import BYTES as UPDATE_BYTES
-from .host_update import HostUpdate
+from .host_update import HostUpdate, Repeated
 from .launching import launch_seconds
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine, load
 from .shape import Transformer
@@ -87,9 +87,11 @@ def calibrate(device: torch.device | None = None) -> Calibration:
     base = replace(base, name="this machine", title=facts.device_title(device), devices_per_node=_local_ranks(device))
     found: dict[str, float] = {}
     found |= _measure_device(device, base, known)
-    if device.type == "cuda":
-        found |= launch_seconds(device)
-    found |= _measure_host(device)
+    with HostUpdate(device, HOST_PARAMETERS) as update:
+        crowd = Repeated(update)
+        if device.type == "cuda":
+            found |= launch_seconds(device, crowd)
+        found |= _measure_host(update, crowd)
     found |= _measure_copies(device)
     found |= _measure_links(device)
     shared = _of_first_rank((found, time.perf_counter() - begin), device)
@@ -274,10 +276,9 @@ def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
     return seconds_of(update, device)
 
 
-def _measure_host(device: torch.device) -> dict[str, float]:
-    """Through the kernel that updates; all ranks of a node at once."""
-    with HostUpdate(device, HOST_PARAMETERS) as update:
-        seconds = seconds_of(update.run, torch.device("cpu"))
+def _measure_host(update: HostUpdate, crowd: Repeated) -> dict[str, float]:
+    """Through the kernel that updates; all ranks of a node at once, and beside a device's thread if there is one."""
+    seconds = statistics.median(crowd.taken) if crowd.taken else seconds_of(update.run, torch.device("cpu"))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
         "host.bandwidth": ranks * HOST_PARAMETERS * UPDATE_BYTES / seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import TracebackType
 
 import torch
@@ -46,6 +47,8 @@ class Repeated:
         self._update = update
         self._wanted = False
         self._thread = threading.Thread()
+        self.taken: list[float] = []
+        """Seconds of each update so far."""
 
     def __enter__(self) -> None:
         self._wanted = True
@@ -58,4 +61,6 @@ class Repeated:
 
     def _repeat(self) -> None:
         while self._wanted:
+            begin = time.perf_counter()
             self._update.run()
+            self.taken.append(time.perf_counter() - begin)

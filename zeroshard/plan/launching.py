@@ -16,7 +16,7 @@ from .. import compat
 from ..api import shard, synchronize
 from ..offload.options import Offload
 from ..train.gpt import GPT, ModelConfig
-from .host_update import HostUpdate, Repeated
+from .host_update import Repeated
 
 DEPTHS = (4, 16)
 """Blocks of the models that are timed; the difference is that of so many blocks."""
@@ -24,8 +24,6 @@ TURNS = 12
 """Of two steps, the second of which counts: it begins as steps do, while the host is still at work for the first."""
 LEARNING = 2
 """Turns that do not count: the first steps learn the order of units and make the optimizer's states."""
-CROWD_PARAMETERS = 16 << 20
-"""That the host updates at a time, over and over, while a crowded model is timed."""
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
     "crowded": {},
@@ -35,13 +33,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def launch_seconds(device: torch.device) -> dict[str, float]:
+def launch_seconds(device: torch.device, crowd: Repeated) -> dict[str, float]:
     """What it takes to launch a unit: the runtime on models with next to nothing to compute, of two depths.
 
     All of them take a step in turn, and what one takes longer than another is the median of what it took longer in
-    each turn: a core that others use, too, is half as quick in one second as in the next.
+    each turn: a core that others use, too, is half as quick in one second as in the next. The crowded ones have the
+    host at work meanwhile.
     """
-    steps = _in_turn(device)
+    steps = _in_turn(device, crowd)
     alone = steps["alone"]
 
     def longer(way: str) -> list[float]:
@@ -77,16 +76,14 @@ class Launches(NamedTuple):
         return self.forward + self.backward
 
 
-def _in_turn(device: torch.device) -> dict[str, list[Launches]]:
+def _in_turn(device: torch.device, crowd: Repeated) -> dict[str, list[Launches]]:
     """The steps of every way to train, that of one rank of eight among them where no real ranks would be asked."""
     probes = {way: _probes(device, **options) for way, options in WAYS.items()}
-    with HostUpdate(device, CROWD_PARAMETERS) as update:
-        crowd = Repeated(update)
-        if dist.is_initialized():
-            return _steps(probes, crowd)
-        with compat.one_rank_of(8, 0):
-            probes["divided"] = _probes(device, stage=3)
-            return _steps(probes, crowd)
+    if dist.is_initialized():
+        return _steps(probes, crowd)
+    with compat.one_rank_of(8, 0):
+        probes["divided"] = _probes(device, stage=3)
+        return _steps(probes, crowd)
 
 
 def _probes(device: torch.device, **options: Any) -> tuple[_Probe, ...]:

@@ -223,9 +223,7 @@ class _Step:
 
     @property
     def _beside_backward(self) -> bool:
-        return self.offload is not None and (
-            self.offload.update_in_backward or self.offload.delayed_update_after is not None
-        )
+        return self.offload is not None and self.offload.beside_backward
 
     @property
     def _from_host(self) -> bool:
