@@ -196,6 +196,14 @@ def test_updates_are_handed_over_once_a_step_however_many_micro_batches_it_has()
         assert longer == pytest.approx(25 * 4e-3, rel=0.1)
 
 
+def test_the_host_takes_time_for_each_unit_however_small() -> None:
+    slow = replace(H200, host=replace(H200.host, bandwidth=1e11), devices_per_node=1)
+    setup = Setup(stage=0, batch=8, offload=Offload())
+    counted = replace(slow, launch=replace(slow.launch, host=1e-3))
+    longer = step_time(GPT, setup, counted).total - step_time(GPT, setup, slow).total
+    assert longer == pytest.approx(49 * 1e-3, rel=0.05), "48 blocks and the root"
+
+
 def test_the_loss_passes_over_its_logits() -> None:
     small, large = (replace(GPT, vocabulary=size) for size in (50_000, 100_000))
     setup = Setup(stage=0, batch=8)

@@ -21,7 +21,7 @@ from .host_update import Repeated
 DEPTHS = (4, 16)
 """Blocks of the models that are timed; the difference is that of so many blocks."""
 TURNS = 12
-"""Of two steps, the second of which counts: it begins as steps do, while the host is still at work for the first."""
+"""Of two steps, the second of which counts."""
 LEARNING = 2
 """Turns that do not count: the first steps learn the order of units and make the optimizer's states."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -56,6 +56,7 @@ def launch_seconds(device: torch.device, crowd: Repeated) -> dict[str, float]:
         "launch.recompute": longer("checkpointed"),
         "launch.offload": longer("offloaded"),
         "launch.hand_over": [step.update for step in steps["offloaded"]],
+        "launch.host": [step.update + step.host for step in steps["offloaded"]],
         "launch.beside": longer("beside"),
     }
     if "divided" in steps:  # two gathers and a reduce
@@ -69,6 +70,8 @@ class Launches(NamedTuple):
     forward: float
     backward: float
     update: float
+    host: float
+    """What the host's threads take when this one is through with the update."""
     fixed: float
 
     @property
@@ -96,11 +99,10 @@ def _steps(probes: dict[str, tuple[_Probe, ...]], crowd: Repeated) -> dict[str, 
         for way, (shallow, deep) in probes.items():
             with crowd if way == "crowded" else nullcontext():
                 few, many = shallow.turn(), deep.turn()
-            forward, backward, update = (
-                (late - early) / (DEPTHS[1] - DEPTHS[0]) for early, late in zip(few, many, strict=True)
-            )
+            units = [(late - early) / (DEPTHS[1] - DEPTHS[0]) for early, late in zip(few, many, strict=True)]
             if number >= LEARNING:
-                found[way].append(Launches(forward, backward, update, few[2] - DEPTHS[0] * update))
+                forward, backward, update, host = units
+                found[way].append(Launches(forward, backward, update, host, fixed=few[2] - DEPTHS[0] * update))
     return found
 
 
@@ -118,11 +120,13 @@ class _Probe:
         self._tokens = torch.zeros(1, config.sequence, dtype=torch.long, device=device)
 
     def turn(self) -> list[float]:
-        """Seconds of forward, backward and update, and nothing left to do when the next model has its turn."""
+        """Seconds of forward, backward, update and what is left of it to the host."""
         self._step()
-        taken = self._step()
         synchronize(self._model)
-        return taken
+        taken = self._step()
+        begin = time.perf_counter()
+        synchronize(self._model)
+        return [*taken, time.perf_counter() - begin]
 
     def _step(self) -> list[float]:
         taken: list[float] = []

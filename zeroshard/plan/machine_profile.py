@@ -101,6 +101,8 @@ class Launch:
     """How many times as long a unit's launching takes while the host updates on its other cores."""
     hand_over: float = 0.0
     """In a step: telling the host to update."""
+    host: float = 0.0
+    """Of the host's own threads: a unit's update, apart from what its memory takes."""
     update: float = 0.0
     """On the device."""
     step: float = 0.0

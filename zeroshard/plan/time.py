@@ -207,7 +207,7 @@ class _Step:
                 bytes_a_parameter += width
                 self.down = [2 * seconds for seconds in self.down]
             bandwidth = machine.host_bandwidth(ranks)
-            self.host_update = [size * bytes_a_parameter / bandwidth for size in on_host]
+            self.host_update = [size and size * bytes_a_parameter / bandwidth + machine.launch.host for size in on_host]
             if setup.micro_batches > 1:
                 self.host_add = [size * (width + 8 + width) / bandwidth for size in on_host]
             if self.offload.parameters == "cpu":
