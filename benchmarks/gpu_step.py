@@ -19,9 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
 from benchmarks.delayed_group import LINKS, DelayedGroup, delayed_world
@@ -46,19 +44,12 @@ class Result:
 
 @contextmanager
 def world_of(size: int, link: str = "") -> Iterator[None]:
-    """A fake process group of ``size`` ranks, with delays if a link is given; none for one."""
+    """A process group of ``size`` ranks, of which this one is real, with delays if a link is given; none for one."""
     if size == 1:
         yield
         return
-    if link:
-        with delayed_world(size, LINKS[link]):
-            yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
+    with delayed_world(size, LINKS[link]):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def plain(config: ModelConfig) -> Step:
@@ -174,7 +165,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--link", default="", choices=["", *LINKS], help="delay collectives as over this link")
+    parser.add_argument("--link", default="", choices=[*LINKS], help="delay collectives as over this link")
     parser.add_argument("--only", default="", help="run variants whose name contains this")
     parser.add_argument("--profile", default="", help="profile the variant name@world that contains this")
     parser.add_argument("--out", default="gpu_step.json")
