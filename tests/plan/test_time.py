@@ -92,7 +92,8 @@ def test_the_forward_hides_behind_the_hosts_update_and_a_delayed_update_behind_t
         return times(H200, UNTIED, world=1, batch=32, offload=Offload(**options)).total
 
     assert offloaded(blocking=True) > 1.1 * offloaded() > 1.1 * offloaded(delayed_update_after=0)
-    assert offloaded(delayed_update_after=0) == pytest.approx(times(H200, UNTIED, world=1, batch=32).total, rel=0.03)
+    there = times(H200, UNTIED, world=1, batch=32)
+    assert offloaded(delayed_update_after=0) == pytest.approx(there.total - there.update, rel=0.03)
 
 
 def test_states_that_stay_on_the_device_leave_the_host_less_to_do() -> None:
@@ -230,7 +231,7 @@ def test_blocks_are_launched_while_the_device_is_still_at_the_loss() -> None:
 
 def test_what_memory_takes_is_added_to_what_products_take() -> None:
     setup = Setup(stage=0, batch=8)
-    device = replace(H200.device, traffic=2.0)
+    device = replace(H200.device, traffic=H200.device.traffic + 2.0)
     written = 8 * 1024 * 48 * 18 * 1600 * 2  # four passes of that, the recomputing one included
     longer = step_time(GPT, setup, replace(H200, device=device)).compute - step_time(GPT, setup, H200).compute
     assert longer == pytest.approx(4 * 2.0 * written / device.bandwidth, rel=1e-6)
