@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "zeroshard"
 
 LAYERS = [
     {"plan.calibrate"},
-    {"plan.dryrun", "plan.launching"},
+    {"plan.block_speed", "plan.dryrun", "plan.launching"},
+    {"plan.host_update", "plan.stopwatch"},
     {"checkpoint.load", "checkpoint.export"},
     {"checkpoint.save"},
     {"checkpoint.background", "checkpoint.snapshot"},
@@ -57,7 +58,7 @@ LAYERS = [
     {"plan.paper", "plan.scale"},
     {"plan.paper_devices"},
     {"plan.time"},
-    {"plan.checkpoint_time"},
+    {"plan.checkpoint_time", "plan.unit_costs"},
     {"plan.ring"},
     {"plan.machine_profile", "plan.timeline"},
     {"plan.memory", "plan.shape", "train.gpt", "train.job", "train.vocabulary"},

@@ -10,7 +10,8 @@ import torch
 
 from zeroshard.plan import calibrate as measuring
 from zeroshard.plan import launching
-from zeroshard.plan.calibrate import GPU_SIZES, Calibration, Pass, Size, Speed, calibrate, fit, toml, write
+from zeroshard.plan.block_speed import GPU_SIZES, Pass, Size, Speed, fit
+from zeroshard.plan.calibrate import Calibration, calibrate, toml, write
 from zeroshard.plan.host_update import HostUpdate, Repeated
 from zeroshard.plan.machine_profile import Launch, load
 from zeroshard.plan.shape import Setup, Transformer

@@ -12,8 +12,9 @@ from zeroshard.offload.options import Offload
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load
 from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.time import LOSS_BYTES, Bottleneck, StepTime, step_time
+from zeroshard.plan.time import Bottleneck, StepTime, step_time
 from zeroshard.plan.timeline import Lane, Span, Timeline
+from zeroshard.plan.unit_costs import LOSS_BYTES
 
 H200 = load("h200")
 ETHERNET = replace(H200, devices_per_node=1, between=Link(latency=50e-6 / 7, bandwidth=25e9))

@@ -10,8 +10,9 @@ from zeroshard.plan.activations import transformer_activations
 from zeroshard.plan.machine_profile import load
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
-from zeroshard.plan.time import step_time, work_of
+from zeroshard.plan.time import step_time
 from zeroshard.plan.trace import trace
+from zeroshard.plan.unit_costs import work_of
 from zeroshard.plan.units import transformer_units
 from zeroshard.train.gpt import GPT, ModelConfig
 

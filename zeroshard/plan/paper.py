@@ -27,7 +27,8 @@ from .paper_devices import (
     largest_model,
 )
 from .shape import Setup, Transformer
-from .time import StepTime, host_update_bytes, step_time
+from .time import StepTime, step_time
+from .unit_costs import host_update_bytes
 
 
 class Kind(Enum):

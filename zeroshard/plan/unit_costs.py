@@ -1,0 +1,217 @@
+"""What each unit takes of every lane of a machine, whatever it waits for; how that is laid out is in ``time``.
+
+Lists are by unit, the root first, in seconds. A block above the largest unit is several, gathered and reduced in parts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..offload.options import Offload
+from .machine_profile import DEVICE_UPDATE_BYTES, Machine
+from .ring import Ring, ring
+from .shape import Setup, Transformer, Work
+
+LOSS_BYTES = 28
+"""Traffic a logit of a softmax in fp32: cast, normalised, and both ways back."""
+
+
+def host_update_bytes(offload: Offload, width: int, moments: int = 2) -> int:
+    """Traffic in host memory of updating one parameter.
+
+    >>> host_update_bytes(Offload(), 2), host_update_bytes(Offload(moments=torch.bfloat16, split_master=True), 2)
+    (28, 18)
+    """
+    master = 6 if offload.split_master else 8  # read and written; of a split one the upper half is the parameter sent
+    states = 2 * moments * (4 if offload.moments is torch.float32 else 2)
+    return master + states + (2 * width if width == 2 else width)
+
+
+def work_of(model: Transformer, setup: Setup) -> Work:
+    """What one rank computes."""
+    tensor, tokens = setup.model_parallel, setup.batch * setup.sequence
+    count = model.layers * _parts(model, setup)
+    units = (model.root / tensor, *[model.layers * model.block / tensor / count] * count)
+    head = 2.0 * tokens * model.vocabulary * model.hidden / tensor
+    blocks = model.forward_flops(setup.batch, setup.sequence) / tensor - head
+    return Work(
+        parameters=units,
+        trained=units,
+        forward=(head, *[blocks / count] * count),
+        backward=3 if setup.checkpointing else 2,
+        written=(0.0, *[tokens * model.layers * model.block_written(tensor) / count] * count),
+        product=tokens * model.hidden**2 / tensor,
+        logits=tokens * model.vocabulary / tensor,
+    )
+
+
+def _parts(model: Transformer, setup: Setup) -> int:
+    return math.ceil(model.block * setup.width / setup.model_parallel / setup.max_unit_bytes)
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Of one rank."""
+
+    model: Transformer | Work
+    setup: Setup
+    machine: Machine
+
+    @cached_property
+    def work(self) -> Work:
+        return work_of(self.model, self.setup) if isinstance(self.model, Transformer) else self.model
+
+    @cached_property
+    def parts(self) -> int:
+        """Units of a block."""
+        return _parts(self.model, self.setup) if isinstance(self.model, Transformer) else 1
+
+    @property
+    def count(self) -> int:
+        return len(self.work.parameters)
+
+    # -- the device, and who drives it ----------------------------------------------------------------------------
+
+    @cached_property
+    def forward(self) -> list[float]:
+        """Products, and what memory takes beside them."""
+        device = self.machine.device
+        rate = device.rate(self.work.product, half=self.setup.width == 2)
+        write = self.setup.width * device.traffic / device.bandwidth
+        return [
+            flops / rate + written * write
+            for flops, written in zip(self.work.forward, self.work.written, strict=True)
+        ]  # fmt: skip
+
+    @cached_property
+    def backward(self) -> list[float]:
+        """Recomputation included."""
+        head, *blocks = self.forward
+        return [2 * head, *(self.work.backward * seconds for seconds in blocks)]
+
+    @property
+    def loss(self) -> float:
+        """In forward, and once more in backward."""
+        return self.work.logits * LOSS_BYTES / 2 / self.machine.device.bandwidth
+
+    @property
+    def flops(self) -> float:
+        """Of a step, recomputation included."""
+        head, *blocks = self.work.forward
+        return self.setup.micro_batches * (3 * head + (1 + self.work.backward) * sum(blocks))
+
+    def launch(self, *, backward: bool) -> float:
+        """Of a block's unit."""
+        launch, setup, offload = self.machine.launch, self.setup, self.setup.offload
+        fetches = setup.stage == 3 or (not backward and setup.stage > 0)
+        collectives = fetches + backward if setup.world > 1 else int(setup.stage == 3 and self._rest_on_host)
+        block = launch.backward if backward else launch.forward
+        if backward and setup.checkpointing:
+            block += launch.recompute
+        seconds = block / self.parts + collectives * launch.communicate
+        if offload is None:
+            return seconds
+        if backward:
+            seconds += (launch.beside or launch.offload) if offload.beside_backward else launch.offload
+        return seconds * (launch.crowded if backward == offload.beside_backward else 1.0)
+
+    @cached_property
+    def device_update(self) -> list[float]:
+        per_parameter = DEVICE_UPDATE_BYTES / self.machine.device.bandwidth
+        return [
+            (size / self._shards - hosted) * per_parameter
+            for size, hosted in zip(self.work.trained, self._on_host, strict=True)
+        ]  # fmt: skip
+
+    # -- other devices --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def data_ring(self) -> Ring:
+        """Of data-parallel ranks."""
+        return ring(self.machine, self.setup.world, self.setup.model_parallel)
+
+    @cached_property
+    def tensor_ring(self) -> Ring:
+        """Of the ranks that share a block."""
+        return ring(self.machine, self.setup.model_parallel, 1)
+
+    @cached_property
+    def gather(self) -> list[float]:
+        return [self.data_ring.seconds(size * self.setup.width) for size in self.work.parameters]
+
+    @cached_property
+    def reduce(self) -> list[float]:
+        passes = 2 if self.setup.stage == 0 else 1
+        return [self.data_ring.seconds(size * self.setup.width, passes) for size in self.work.trained]
+
+    @cached_property
+    def tensor(self) -> float:
+        """Tensor parallelism: two all-reduces a block and pass, the recomputing one included."""
+        if not isinstance(self.model, Transformer):
+            return 0.0
+        stream = self.setup.batch * self.setup.sequence * self.model.hidden * self.setup.width
+        return self.tensor_ring.seconds(stream, passes=2) * 2 / self.parts
+
+    # -- the host -------------------------------------------------------------------------------------------------
+
+    @property
+    def _shards(self) -> int:
+        """That optimizer states are divided into."""
+        return self.setup.world if self.setup.stage >= 1 else 1
+
+    @property
+    def _rest_on_host(self) -> bool:
+        """Whether parameters do."""
+        return self.setup.offload is not None and self.setup.offload.parameters == "cpu"
+
+    @cached_property
+    def _on_host(self) -> list[float]:
+        """Parameters that it updates."""
+        fraction = 0.0 if self.setup.offload is None else self.setup.offload.host_fraction
+        return [size / self._shards * (1.0 if fraction == "auto" else fraction) for size in self.work.trained]
+
+    @cached_property
+    def down(self) -> list[float]:
+        """Gradients, and high halves of masters that are read back."""
+        twice = 2 if self.setup.offload is not None and self.setup.offload.read_back else 1
+        return [twice * size * self.setup.width / self.machine.pcie.down for size in self._on_host]
+
+    @cached_property
+    def up(self) -> list[float]:
+        """Updated parameters, where they rest on the device."""
+        return [0.0] * self.count if self._rest_on_host else self._upwards
+
+    @cached_property
+    def fetch(self) -> list[float]:
+        """Parameters before they are gathered, where they rest on the host."""
+        return self._upwards if self._rest_on_host else [0.0] * self.count
+
+    @property
+    def _upwards(self) -> list[float]:
+        return [size * self.setup.width / self.machine.pcie.up for size in self._on_host]
+
+    @property
+    def _host_bandwidth(self) -> float:
+        return self.machine.host_bandwidth(min(self.setup.devices, self.machine.devices_per_node))
+
+    @cached_property
+    def host_update(self) -> list[float]:
+        offload, width = self.setup.offload, self.setup.width
+        if offload is None:
+            return [0.0] * self.count
+        # What crosses while the host updates goes over the same memory: parameters up, what is read back, and where
+        # backward goes on meanwhile gradients down.
+        crossing = width * (1 + offload.beside_backward + offload.read_back)
+        traffic = host_update_bytes(offload, width, self.setup.moments) + crossing
+        return [size and size * traffic / self._host_bandwidth + self.machine.launch.host for size in self._on_host]
+
+    @cached_property
+    def host_add(self) -> list[float]:
+        """One gradient to those of earlier micro-batches, in fp32."""
+        if self.setup.offload is None or self.setup.micro_batches == 1:
+            return [0.0] * self.count
+        return [size * (8 + 2 * self.setup.width) / self._host_bandwidth for size in self._on_host]
