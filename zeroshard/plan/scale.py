@@ -92,7 +92,7 @@ def cost(model: Transformer | Work, setup: Setup, machine: Machine, tokens: floa
     >>> from .machine_profile import load
     >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50304, positions=1024)
     >>> round(cost(gpt, Setup(stage=2, world=8, batch=8), load("h200"), tokens=30e9).days, 1)
-    1.3
+    1.2
     """
     if tokens <= 0:
         raise ValueError(f"tokens={tokens!r} must be a positive number")
