@@ -88,6 +88,6 @@ def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPat
     assert crowd.taken, "the host was at work"
     assert set(found) == {f"launch.{entry.name}" for entry in fields(Launch)}
     assert min(found.values()) >= 0
-    assert found["launch.crowded"] >= 1
+    assert min(found["launch.crowded"], found["launch.interrupted"]) >= 1
     assert 0 < found["launch.forward"] < 1
     assert measuring.with_values(load("h200"), found).launch.forward == found["launch.forward"]

@@ -173,20 +173,11 @@ def test_a_small_model_is_as_fast_as_it_is_launched() -> None:
     assert three - two == pytest.approx(24e-4, rel=0.05), "a gather more in backward"
 
 
-def test_updates_are_launched_too_and_beside_backward_launching_is_slower() -> None:
+def test_updates_are_launched_too() -> None:
     tiny = Transformer(layers=24, hidden=256, heads=4, vocabulary=1000, positions=128)
-    setup = Setup(stage=0, batch=1, sequence=128)
-    more = replace(LAUNCHED.launch, update=4e-3, offload=5e-3, beside=7e-3)
-    first, later = (step_time(tiny, setup, replace(LAUNCHED, launch=one)).total for one in (LAUNCHED.launch, more))
+    more = replace(LAUNCHED, launch=replace(LAUNCHED.launch, update=4e-3))
+    first, later = (step_time(tiny, Setup(stage=0, batch=1, sequence=128), one).total for one in (LAUNCHED, more))
     assert later - first == pytest.approx(25 * 4e-3, rel=0.05), "24 blocks and the root"
-    offloaded, beside = (
-        step_time(tiny, replace(setup, offload=Offload(update_in_backward=value)), replace(LAUNCHED, launch=more)).total
-        for value in (False, True)
-    )
-    assert beside - offloaded == pytest.approx(24 * 2e-3, rel=0.05)
-    older = replace(LAUNCHED, launch=replace(more, beside=0.0))
-    not_known = step_time(tiny, replace(setup, offload=Offload(update_in_backward=True)), older).total
-    assert not_known == pytest.approx(offloaded, rel=0.01), "a profile from before it was measured"
 
 
 def test_updates_are_handed_over_once_a_step_however_many_micro_batches_it_has() -> None:
@@ -240,15 +231,19 @@ def test_what_memory_takes_is_added_to_what_products_take() -> None:
 
 def test_a_host_that_updates_meanwhile_slows_launching() -> None:
     tiny = Transformer(layers=24, hidden=256, heads=4, vocabulary=1000, positions=128)
-    crowded = replace(LAUNCHED, launch=replace(LAUNCHED.launch, crowded=2.0))
 
-    def longer(offload: Offload | None) -> float:
+    def longer(offload: Offload | None, **launch: float) -> float:
         setup = Setup(stage=0, batch=1, sequence=128, offload=offload)
-        return step_time(tiny, setup, crowded).total - step_time(tiny, setup, LAUNCHED).total
+        slower = replace(LAUNCHED, launch=replace(LAUNCHED.launch, **launch))
+        return step_time(tiny, setup, slower).total - step_time(tiny, setup, LAUNCHED).total
 
-    assert longer(None) == 0
-    assert longer(Offload()) == pytest.approx(24 * 1e-3, rel=0.05), "forward"
-    assert longer(Offload(update_in_backward=True)) == pytest.approx(24 * 5e-3, rel=0.05), "backward"
+    forward, backward = 24 * 1e-3, 24 * 5e-3
+    assert longer(None, crowded=2.0, interrupted=2.0) == 0
+    assert longer(Offload(), crowded=2.0) == pytest.approx(forward, rel=0.05)
+    assert longer(Offload(), interrupted=2.0) == 0
+    early = Offload(update_in_backward=True)
+    assert longer(early, crowded=2.0) == pytest.approx(backward, rel=0.05)
+    assert longer(early, crowded=2.0, interrupted=1.5) == pytest.approx(2 * backward, rel=0.05)
 
 
 def test_parameters_of_the_host_are_fetched_even_by_a_single_rank() -> None:

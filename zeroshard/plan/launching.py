@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "crowded": {},
     "checkpointed": {"checkpointing": True},
     "offloaded": {"offload": "cpu"},
-    "beside": {"offload": Offload(update_in_backward=True)},
+    "interrupted": {"checkpointing": True, "offload": Offload(update_in_backward=True)},
 }
 
 
@@ -46,9 +46,13 @@ def launch_seconds(device: torch.device, crowd: Repeated) -> dict[str, float]:
     def longer(way: str) -> list[float]:
         return [step.passes - other.passes for step, other in zip(steps[way], alone, strict=True)]
 
-    slower = [step.passes / other.passes for step, other in zip(steps["crowded"], alone, strict=True)]
+    def times_as_long(way: str, other: str, phase: str) -> list[float]:
+        pairs = zip(steps[way], steps[other], strict=True)
+        return [max(1.0, getattr(slow, phase) / getattr(fast, phase)) for slow, fast in pairs]
+
     found = {
-        "launch.crowded": [max(1.0, factor) for factor in slower],
+        "launch.crowded": times_as_long("crowded", "alone", "passes"),
+        "launch.interrupted": times_as_long("interrupted", "checkpointed", "backward"),
         "launch.forward": [step.forward for step in alone],
         "launch.backward": [step.backward for step in alone],
         "launch.update": [step.update for step in alone],
@@ -57,7 +61,6 @@ def launch_seconds(device: torch.device, crowd: Repeated) -> dict[str, float]:
         "launch.offload": longer("offloaded"),
         "launch.hand_over": [step.update for step in steps["offloaded"]],
         "launch.host": [step.update + step.host for step in steps["offloaded"]],
-        "launch.beside": longer("beside"),
     }
     if "divided" in steps:  # two gathers and a reduce
         found["launch.communicate"] = [seconds / 3 for seconds in longer("divided")]

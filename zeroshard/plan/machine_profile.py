@@ -95,10 +95,10 @@ class Launch:
     """One gather or reduce, and what surrounds it."""
     offload: float = 0.0
     """Sending a gradient off and waiting for new parameters."""
-    beside: float = 0.0
-    """The same where the host updates beside backward, whose thread then shares the interpreter with it."""
     crowded: float = 1.0
     """How many times as long a unit's launching takes while the host updates on its other cores."""
+    interrupted: float = 1.0
+    """How many times as long again in backward, where the host updates beside it and shares the interpreter."""
     hand_over: float = 0.0
     """In a step: telling the host to update."""
     host: float = 0.0

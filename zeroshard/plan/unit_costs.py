@@ -115,8 +115,10 @@ class UnitCosts:
         seconds = block / self.parts + collectives * launch.communicate
         if offload is None:
             return seconds
-        if backward:
-            seconds += (launch.beside or launch.offload) if offload.beside_backward else launch.offload
+        if backward and offload.beside_backward:
+            seconds *= launch.interrupted
+        elif backward:
+            seconds += launch.offload
         return seconds * (launch.crowded if backward == offload.beside_backward else 1.0)
 
     @cached_property
