@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -15,6 +15,14 @@ from ..checks import dtype_named, nearest, require_count, require_flag
 
 LEAST = {"delayed_update_after": 0, "device_memory": 1, "threads": 1, "host_memory": 1, "seed": 0}
 """What options that count something are at least."""
+
+
+class Conflict(NamedTuple):
+    """What is wrong with values that are right each for itself."""
+
+    between: tuple[str, ...]
+    """Options."""
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +115,8 @@ class Offload:
         left = object.__new__(cls)  # not by its constructor, which raises at the first mistake
         for entry in fields(cls):
             object.__setattr__(left, entry.name, good.get(entry.name, entry.default))
-        rejected = [name for name in table if name in known and name not in good]
-        return left, [*mistakes, *(one for one in left.conflicts() if not any(name in one for name in rejected))]
+        rejected = {name for name in table if name in known and name not in good}
+        return left, [*mistakes, *(one.text for one in left.conflicts() if rejected.isdisjoint(one.between))]
 
     def _mistakes(self) -> Iterator[str]:
         for entry in fields(self):
@@ -116,41 +124,57 @@ class Offload:
                 _check_value(entry.name, getattr(self, entry.name))
             except ValueError as error:
                 yield str(error)
-        yield from self.conflicts()
+        yield from (conflict.text for conflict in self.conflicts())
 
-    def conflicts(self) -> Iterator[str]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Good values that leave each other without effect or sense."""
-        fraction = self.host_fraction
+        fraction, delayed = self.host_fraction, self.delayed_update_after is not None
         if fraction == 0:
             for entry in fields(self):
                 if entry.name != "host_fraction" and getattr(self, entry.name) != entry.default:
-                    yield (
+                    yield Conflict(
+                        (entry.name, "host_fraction"),
                         f"offload.{entry.name} has no effect with host_fraction=0, which leaves all states on the "
-                        "device; leave it out, or raise host_fraction"
+                        "device; leave it out, or raise host_fraction",
                     )
             return
         if self.device_memory is not None and fraction != "auto":
-            yield 'offload.device_memory has no effect without host_fraction="auto"; leave it out'
+            yield Conflict(
+                ("device_memory", "host_fraction"),
+                'offload.device_memory has no effect without host_fraction="auto"; leave it out',
+            )
         if self.read_back and not self.split_master:
-            yield "offload.read_back needs split_master=True: only the high half of a split master is on the device"
+            yield Conflict(
+                ("read_back", "split_master"),
+                "offload.read_back needs split_master=True: only the high half of a split master is on the device",
+            )
         if self.read_back and self.parameters == "cpu":
-            yield 'offload.read_back has nothing to read back with parameters="cpu"; leave it out'
+            yield Conflict(
+                ("read_back", "parameters"),
+                'offload.read_back has nothing to read back with parameters="cpu"; leave it out',
+            )
         if self.parameters == "cpu" and fraction != 1:
-            yield (
+            yield Conflict(
+                ("host_fraction", "parameters"),
                 f"offload.host_fraction={fraction!r} keeps states on the device whose parameters rest on the host with "
-                'parameters="cpu"; leave one out'
+                'parameters="cpu"; leave one out',
             )
-        if self.delayed_update_after is not None and fraction != 1:
-            yield (
+        if delayed and fraction != 1:
+            yield Conflict(
+                ("delayed_update_after", "host_fraction"),
                 f"offload.delayed_update_after delays what the host updates alone; with host_fraction={fraction!r} the "
-                "rest would run ahead; leave one out"
+                "rest would run ahead; leave one out",
             )
-        if self.read_back and self.delayed_update_after is not None:
-            yield "offload.read_back would read parameters that a delayed update has not reached; leave one out"
-        if self.update_in_backward and self.delayed_update_after is not None:
-            yield (
+        if self.read_back and delayed:
+            yield Conflict(
+                ("read_back", "delayed_update_after"),
+                "offload.read_back would read parameters that a delayed update has not reached; leave one out",
+            )
+        if self.update_in_backward and delayed:
+            yield Conflict(
+                ("update_in_backward", "delayed_update_after"),
                 "offload.update_in_backward and delayed_update_after exclude each other; leave one out (with clipping "
-                "or accumulation: update_in_backward)"
+                "or accumulation: update_in_backward)",
             )
 
 
