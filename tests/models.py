@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+WIDTH = 13
 
 
 class Block(nn.Module):
@@ -31,6 +35,22 @@ class Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
+        return self.last(x)
+
+
+class Around(nn.Module):
+    """A root (first, last) around two blocks of a kind."""
+
+    def __init__(self, block: Callable[[], nn.Module], width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, width)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.last = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
         return self.last(x)
 
 
