@@ -23,9 +23,13 @@ class _Kept(NamedTuple):
 
     buffer: Tensor
     """The object itself: a model may put another in its place."""
-    version: int
     values: Tensor
     persistent: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether its values can be copied to and fro: neither its shape nor its memory is another by now."""
+        return self.values.shape == self.buffer.shape and not _repeats(self.buffer)
 
 
 class Buffers:
@@ -52,18 +56,22 @@ class Buffers:
             for (old, version), buffer in zip(then, buffers, strict=True)
         )
 
-    def remember(self, *, anew: bool = False) -> None:
-        """Keeps a copy of every buffer that was written or replaced since the last time, to go back to.
+    def remember(self) -> None:
+        """Keeps a copy of every buffer, to go back to.
 
-        ``anew``: of all, for what is written past autograd leaves no trace.
+        Of all of them each time: torch's batch norm, for one, leaves no trace of what it writes to its statistics.
         """
         self._empty = {(module, name) for module in self._model.modules() for name in compat.empty_buffers(module)}
         before, self._kept = self._kept, {}
+        again: list[_Kept] = []
         for key, buffer in self._named():
-            kept, version = before.get(key), compat.version(buffer)
-            if anew or kept is None or kept.buffer is not buffer or kept.version != version:
-                kept = _Kept(buffer, version, buffer.detach().clone(), compat.is_persistent(*key))
+            kept = before.get(key)
+            if kept is not None and kept.buffer is buffer and kept.whole:
+                again.append(kept)
+            else:
+                kept = _Kept(buffer, buffer.detach().clone(), compat.is_persistent(*key))
             self._kept[key] = kept
+        _copy([kept.values for kept in again], [kept.buffer for kept in again])
 
     def recall(self) -> None:
         """Goes back to what was remembered: the same objects, with the same values.
@@ -71,7 +79,7 @@ class Buffers:
         Not where another buffer that is not persistent has come: that is a cache, such as a table of rotations that a
         longer sequence has made grow, and its module may know by other attributes how far it reaches.
         """
-        now = dict(self._named())
+        now, written = dict(self._named()), []
         for module, name in now.keys() - self._kept.keys():  # made since
             if not compat.is_persistent(module, name):
                 continue
@@ -87,9 +95,9 @@ class Buffers:
                 if there is None and name not in compat.empty_buffers(module) and hasattr(module, name):
                     delattr(module, name)  # no buffer any more
                 module.register_buffer(name, kept.buffer, persistent=kept.persistent)
-            written = compat.version(kept.buffer) != kept.version and kept.values.shape == kept.buffer.shape
-            if written and not _repeats(kept.buffer):
-                kept.buffer.data.copy_(kept.values)
+            if kept.whole:
+                written.append(kept)
+        _copy([kept.buffer for kept in written], [kept.values for kept in written])
 
     def follow_rank_zero(self) -> None:
         """Takes rank 0's values where the ranks agreed that they differ."""
@@ -97,7 +105,6 @@ class Buffers:
             for buffer in self._model.buffers():
                 self._fabric.broadcast(parallel.local(buffer.data), divided=True)
             self.differ = False
-            self._kept.clear()  # this left no trace in what was not written here
             self.look()
 
     def _named(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
@@ -111,3 +118,19 @@ def _repeats(buffer: Tensor) -> bool:
     if buffer.layout is not torch.strided:
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """All of each kind at once, past autograd."""
+    kinds: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        to, of = parallel.local(target.data), parallel.local(source.data)
+        into, out_of = kinds.setdefault((to.dtype, to.device, to.layout), ([], []))
+        into.append(to)
+        out_of.append(of)
+    for (_, _, layout), (into, out_of) in kinds.items():
+        if layout is torch.strided:
+            compat.copy_all(into, out_of)
+        else:
+            for to, of in zip(into, out_of, strict=True):
+                to.copy_(of)

@@ -51,10 +51,11 @@ class Faults:
         return self._policy is not None
 
     def states_loaded(self) -> None:
-        """Other values are what a step that is left out goes back to."""
+        """Other values are what a step that is left out goes back to, and what training may go on from."""
         self._outputs.clear()
+        self.stop_reason = None
         if self.watching:
-            self._buffers.remember(anew=True)
+            self._buffers.remember()
 
     def begin(self) -> None:
         """A forward begins, and no gradients wait for a step: what earlier ones computed does not count.

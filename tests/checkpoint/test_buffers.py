@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -198,4 +199,37 @@ def test_buffers_that_repeat_one_element_and_deleted_ones_come_back_as_they_were
     names = model.state_dict().keys()
     assert "kept" in names
     assert "hidden" not in names
+    train(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:step")
+@pytest.mark.parametrize("policy", ["skip", "raise", "stop"])
+def test_batch_norms_statistics_which_show_no_writes_are_as_before_a_bad_step(policy: Any) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), on_nonfinite=policy)
+    for value in (1.0, 2.0):
+        train(model, optimizer, value)
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    good = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    norm.running_mean.data.add_(1.0)  # of the user, between two steps
+    good["running_mean"] += 1.0
+    with pytest.raises(zeroshard.NonFiniteError) if policy == "raise" else nullcontext():
+        train(model, optimizer, math.nan)
+    for name, buffer in norm.named_buffers():
+        assert torch.equal(buffer, good[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_checkpoint_that_is_loaded_lifts_a_stop(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(4, 4)
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), on_nonfinite="stop")
+    train(model, optimizer)
+    zeroshard.save(tmp_path / "good", model, optimizer)
+    train(model, optimizer, math.nan)
+    with pytest.raises(zeroshard.NonFiniteError, match="stopped"):
+        train(model, optimizer)
+    optimizer.zero_grad()
+    zeroshard.load(tmp_path / "good", model, optimizer)
     train(model, optimizer)
