@@ -20,12 +20,12 @@ from .agreement import agree
 from .contents import buffers_of, extra_states_of
 from .fill import fill, load_settings, publish
 from .folder import candidates
-from .format import BUFFER, VALUE, CheckpointError
+from .format import BUFFER, VALUE, CheckpointError, tensor_kind
 from .index import Index, read_index
 from .names import name_of
 from .read import Reader
 from .save import check_optimizer, finish_latest
-from .values import EncodingError, decode
+from .values import TAG, EncodingError, decode
 
 NAMES_IN_A_MESSAGE = 3
 
@@ -188,14 +188,24 @@ class _Values(NamedTuple):
         for name in extra_states_of(runtime):
             if name in self.modules:
                 modules[name].set_extra_state(self.modules[name])
-        if scheduler is not None:
-            scheduler.load_state_dict(self.scheduler)
-        if loader is not None:
-            loader.load_state_dict(self.loader)
+        for name, thing, state in (("scheduler", scheduler, self.scheduler), ("loader", loader, self.loader)):
+            if thing is not None:
+                _give_state(name, thing, state)
         if random and self.source.new:
             random_state.begin_anew(self.random, runtime.fabric.data_rank)
         elif random:
             random_state.restore(self.random, runtime.fabric.device)
+
+
+def _give_state(name: str, thing: Any, state: Any) -> None:
+    try:
+        thing.load_state_dict(state)
+    except Exception as error:
+        kind = type(thing).__name__
+        raise CheckpointError(
+            f"{name}: {kind}.load_state_dict() does not take what was saved, {type(error).__name__}: {error}; model "
+            f"and optimizer are loaded, the {name} is not. Was it of another kind? Give that, or leave {name}= out"
+        ) from error
 
 
 def _source(index: Index, fabric: Fabric) -> random_state.Source:
@@ -270,13 +280,31 @@ def _check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric) -> N
         if thing is not None and not callable(getattr(thing, "load_state_dict", None)):
             raise CheckpointError(f"{name}: a {type(thing).__name__} has no load_state_dict(); nothing was loaded")
     if loader is not None and _source(index, fabric).rearranged:
-        first = index.parts[0].values["loader"]
-        if any(part.values["loader"] != first for part in index.parts):
+        first, *others = (_position(index, rank) for rank in range(len(index.parts)))
+        if any(other != first for other in others):
             raise CheckpointError(
                 f"{index.folder} holds the data's position of {len(index.parts)} ranks, each its own, and this run has "
                 f"{fabric.world}, or divides the model otherwise; leave loader= out, and set the position yourself. "
                 "Nothing was loaded"
             )
+
+
+def _position(index: Index, rank: int) -> Any:
+    """A rank's loader as it was saved, with what large tensors hold in place of their names."""
+    part = index.parts[rank]
+    held = {entry.name: entry[2:] for entry in part.entries if entry.kind == tensor_kind(rank)}
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, list):
+            return [shown(entry) for entry in value]
+        if not isinstance(value, dict):
+            return value
+        if value.get(TAG) == "large":
+            shape, _, dtype, _, checksums = held.get(value.get("name", ""), (None,) * 5)
+            return shape, dtype, checksums
+        return {key: shown(entry) for key, entry in value.items()}
+
+    return shown(part.values["loader"])
 
 
 def _some(names: list[str]) -> str:
