@@ -47,6 +47,8 @@ class Buffers:
 
     def look(self) -> bool:
         """Whether this rank wrote to a buffer, or replaced one, since the last look."""
+        if any(_averages_unseen(module) for module in self._model.modules()):
+            return True
         before, buffers = self._seen, list(self._model.buffers())
         self._seen = [(weakref.ref(buffer), compat.version(buffer)) for buffer in buffers]
         # not by id(), which a new buffer may have from the one it replaced
@@ -111,6 +113,12 @@ class Buffers:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 yield (module, name), buffer
+
+
+def _averages_unseen(module: nn.Module) -> bool:
+    """Whether a module is a batch norm that counts no batches: torch does not count what it writes to statistics."""
+    buffers = compat.buffers_of(module)
+    return module.training and buffers.get("running_mean") is not None and buffers.get("num_batches_tracked") is None
 
 
 def _repeats(buffer: Tensor) -> bool:

@@ -63,6 +63,11 @@ def version(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own buffers by name, those among them that are None, without a walk through its children."""
+    return module._buffers
+
+
 def empty_buffers(module: nn.Module) -> list[str]:
     """Names of a module's buffers that are None, which ``named_buffers()`` leaves out."""
     return [name for name, buffer in module._buffers.items() if buffer is None]
