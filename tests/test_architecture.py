@@ -27,6 +27,8 @@ LAYERS = [
         "checkpoint.write",
     },
     {"checkpoint.names", "checkpoint.index"},
+    {"checkpoint.marker"},
+    {"checkpoint.plain"},
     {"checkpoint.format"},
     {"checkpoint.boxes"},
     {"api"},

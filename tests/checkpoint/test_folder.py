@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 import threading
@@ -18,6 +17,7 @@ import zeroshard
 from zeroshard import CheckpointError
 from zeroshard.checkpoint import background, write
 from zeroshard.checkpoint.folder import complete_in
+from zeroshard.checkpoint.marker import read_marker
 
 
 def small() -> tuple[Any, Any]:
@@ -88,9 +88,10 @@ def test_notes_inside_a_checkpoint_that_is_one_too_many_stay(tmp_path: Path) -> 
 def test_the_checkpoint_just_written_is_the_newest_and_kept_though_the_clock_went_back(tmp_path: Path) -> None:
     model, optimizer = small()
     zeroshard.save(tmp_path / "step-1", model, optimizer)
-    marker = json.loads((tmp_path / "step-1" / "COMPLETE").read_text())
-    marker["saved_ns"] += 3600 * 10**9
-    (tmp_path / "step-1" / "COMPLETE").write_text(json.dumps(marker))
+    marker = read_marker(tmp_path / "step-1")
+    assert marker is not None
+    later = marker._replace(saved_ns=marker.saved_ns + 3600 * 10**9)
+    (tmp_path / "step-1" / "COMPLETE").write_bytes(later.to_json())
     zeroshard.save(tmp_path / "step-2", model, optimizer)
     assert [one.folder.name for one in complete_in(tmp_path)] == ["step-2", "step-1"]
     zeroshard.save(tmp_path / "step-3", model, optimizer, keep=1)

@@ -10,7 +10,8 @@ import torch
 
 from zeroshard.checkpoint.boxes import Region
 from zeroshard.checkpoint.format import INDEX, MARKER, VALUE, part_file
-from zeroshard.checkpoint.index import index_json, marker_json, read_index
+from zeroshard.checkpoint.index import index_json, read_index
+from zeroshard.checkpoint.marker import Marker
 from zeroshard.checkpoint.read import KEPT_OPEN, Reader
 from zeroshard.checkpoint.write import Held, write_json, write_part
 
@@ -30,7 +31,7 @@ def one_element_a_rank(folder: Path) -> None:
         parts.append(json.loads((folder / part_file(rank)).read_text()))
     index = index_json("ab", parts, {"world": RANKS, "steps": 0})
     write_json(folder / INDEX, index)
-    write_json(folder / MARKER, marker_json(index, 0, 1))
+    write_json(folder / MARKER, Marker.of(index, 0, 1).to_json())
 
 
 def test_files_are_checked_without_staying_open_and_few_are_mapped_at_once(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from .claim import Claim, bytes_in
 from .contents import Contents
 from .folder import clear, keep_newest, partial_of, publish, time_after
 from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, TOKEN, CheckpointError, Part, data_file, failure_file, part_file
-from .index import Index, index_json, marker_json
+from .index import Index, index_json
+from .marker import Marker, read_marker
 from .write import write_json, write_part
 
 POLL_SECONDS = 0.005
@@ -159,8 +160,10 @@ class Saving:
         Index(folder, self._token, [Part.from_json(part) for part in parts]).check()
         write_json(folder / INDEX, index)
         self._check_untouched(folder, parts)
-        saved_ns = time_after(self.path.parent, time.time_ns())
-        write_json(folder / MARKER, marker_json(index, self._steps, saved_ns))
+        marker = Marker.of(index, self._steps, time_after(self.path.parent, time.time_ns()))
+        write_json(folder / MARKER, marker.to_json())
+        if read_marker(folder) != marker:  # before an older one makes way for it
+            raise CheckpointError(f"{folder / MARKER} does not read back as it was written")
         (folder / TOKEN).unlink(missing_ok=True)
         publish(folder, self.path)
         (self.path / CLAIM).unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .format import CLAIM, CheckpointError
+from .plain import open_plain
 
 STILL_SECONDS = 10.0
 """Below the stall_timeout that the other ranks wait for rank 0."""
@@ -87,7 +88,8 @@ def is_claimed(folder: Path) -> bool:
 def is_locked(file: Path) -> bool:
     """Whether another process has this file locked; so it is held to be where another user's may not be opened."""
     try:
-        descriptor = os.open(file, os.O_RDONLY)  # which suffices to ask for a shared lock
+        # Reading suffices to ask for a shared lock; a pipe or a link is nobody's claim, and not waited for.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:
         return True
     except OSError:
@@ -140,9 +142,9 @@ def _is_of_this_machine(folder: Path) -> bool:
 
 def _read(folder: Path) -> str:
     try:
-        with open(folder / CLAIM, "rb") as file:
+        with open_plain(folder / CLAIM) as file:
             return file.read(LARGEST).decode(errors="replace")
-    except OSError:
+    except (OSError, CheckpointError):
         return ""
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from .claim import Claim
 from .format import MARKER, OWN_NAME, CheckpointError
-from .index import Marker, read_marker
+from .marker import LATEST_NS, Marker, has_marker, read_marker
 from .write import sync_folder
 
 PARTIAL = ".partial"
@@ -48,8 +49,7 @@ def _partials_of(path: Path) -> list[Path]:
 
 def _complete_partials_of(path: Path) -> list[Path]:
     """Those that lack nothing but the name, the newest first."""
-    found = [Complete(one, marker) for one in _partials_of(path) if (marker := read_marker(one)) is not None]
-    return [one.folder for one in _newest_first(found)]
+    return [one.folder for one in _Marked.of(_partials_of(path)).complete]
 
 
 def check_replaceable(path: Path) -> None:
@@ -134,7 +134,11 @@ def clear(partial: Path) -> None:
 
     Not if it lacks nothing but its name: that is a checkpoint, and ``load()`` finds it.
     """
-    if read_marker(partial) is None:
+    try:
+        complete = read_marker(partial) is not None
+    except CheckpointError:  # then that is why it failed
+        complete = False
+    if not complete:
         with contextlib.suppress(OSError):
             _remove(partial)
 
@@ -154,33 +158,66 @@ def publish(partial: Path, path: Path) -> None:
         _remove(old)
 
 
-def _newest_first(found: list[Complete]) -> list[Complete]:
-    return sorted(found, key=lambda one: (one.marker.saved_ns, one.marker.steps), reverse=True)
+class _Marked(NamedTuple):
+    """Folders that have a marker."""
+
+    complete: list[Complete]
+    """The newest first."""
+    damaged: list[Path]
+    """Of these nobody knows how new they are."""
+
+    @classmethod
+    def of(cls, folders: Iterable[Path]) -> _Marked:
+        made = cls([], [])
+        for folder in folders:
+            try:
+                if (marker := read_marker(folder)) is not None:
+                    made.complete.append(Complete(folder, marker))
+            except CheckpointError:
+                made.damaged.append(folder)
+        made.complete.sort(key=lambda one: (one.marker.saved_ns, one.marker.steps), reverse=True)
+        return made
+
+    @classmethod
+    def inside(cls, parent: Path) -> _Marked:
+        """Those in a folder of checkpoints; raises OSError."""
+        entries = _sorted(parent)
+        return cls.of(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def complete_in(parent: Path) -> list[Complete]:
     """The complete checkpoints in a folder, the newest first."""
-    found = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(parent):
-            if entry.is_dir(follow_symlinks=False):
-                marker = read_marker(Path(entry.path))
-                if marker is not None:
-                    found.append(Complete(Path(entry.path), marker))
-    return _newest_first(found)
+    try:
+        return _Marked.inside(parent).complete
+    except OSError:
+        return []
 
 
 def candidates(path: Path) -> list[Path]:
-    """What ``load(path)`` may read, the best first: the checkpoint itself, or those inside a folder of them."""
-    for folder in (path, *_complete_partials_of(path), _old_of(path)):  # all but the first after a crash
-        if (folder / MARKER).exists():
+    """What ``load(path)`` may read, the best first: the checkpoint itself, or those inside a folder of them.
+
+    One whose marker is damaged comes before all others, as it may be the newest: reading it raises and names it.
+
+    Raises:
+        CheckpointError: what is in the folder cannot be listed.
+    """
+    partials = _Marked.of(_partials_of(path))
+    left = (*partials.damaged, *(one.folder for one in partials.complete), _old_of(path))
+    for folder in (path, *left):  # all but the first after a crash
+        if has_marker(folder):
             return [folder]
-    return [one.folder for one in complete_in(path)]
+    try:
+        marked = _Marked.inside(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return [*marked.damaged, *(one.folder for one in marked.complete)]
 
 
 def time_after(parent: Path, now_ns: int) -> int:
     """The time of a new checkpoint: later than those that are there, also where a clock was set back."""
-    return max([now_ns, *(one.marker.saved_ns + 1 for one in complete_in(parent))])
+    return min(LATEST_NS, max([now_ns, *(one.marker.saved_ns + 1 for one in complete_in(parent))]))
 
 
 def keep_newest(path: Path, count: int) -> None:

@@ -1,4 +1,4 @@
-"""All parts of a checkpoint together: the index, and the marker that makes it complete. Both are checked when read."""
+"""All parts of a checkpoint together: the index, checked when read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .boxes import flaw
-from .format import INDEX, LARGEST_JSON, MARKER, VERSION, CheckpointError, Entry, Part, count
+from .format import INDEX, LARGEST_JSON, MARKER, VERSION, CheckpointError, Entry, Part
+from .marker import read_marker
+from .plain import open_plain
 
 
 class Located(NamedTuple):
@@ -66,44 +68,16 @@ def index_json(token: str, parts: Sequence[Mapping[str, Any]], about: Mapping[st
     return json.dumps(whole, separators=(",", ":")).encode()
 
 
-def marker_json(index: bytes, steps: int, saved: int) -> bytes:
-    """What the marker says: which index belongs to it, and how new it is."""
-    digest = hashlib.sha256(index).hexdigest()
-    return json.dumps({"index_bytes": len(index), "index_sha256": digest, "steps": steps, "saved_ns": saved}).encode()
-
-
-class Marker(NamedTuple):
-    """The marker of a complete checkpoint."""
-
-    index_bytes: int
-    index_sha256: str
-    steps: int
-    saved_ns: int
-
-
-def read_marker(folder: Path) -> Marker | None:
-    """The marker of a folder; None if it is no complete checkpoint."""
-    try:
-        with open(folder / MARKER, "rb") as file:
-            value = json.loads(file.read(4096))
-        digest = str(value["index_sha256"])
-        return Marker(count(value["index_bytes"]), digest, count(value["steps"]), count(value["saved_ns"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def read_index(folder: Path) -> Index:
     """Reads and checks the index of a complete checkpoint. No data is read."""
     marker = read_marker(folder)
     if marker is None:
-        if (folder / MARKER).exists():
-            raise CheckpointError(f"{folder / MARKER} is damaged, so {folder} is not known to be complete")
-        raise CheckpointError(f"{folder} is no complete checkpoint: it has no readable {MARKER}")
+        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MARKER}")
     file = folder / INDEX
     try:
         if marker.index_bytes > LARGEST_JSON:
             raise CheckpointError(f"{folder / MARKER} speaks of an index of {marker.index_bytes} bytes")
-        with open(file, "rb") as opened:
+        with open_plain(file) as opened:
             text = opened.read(marker.index_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -16,6 +16,7 @@ from torch import Tensor
 from .boxes import Overlap, Region, Strided, overlaps
 from .format import CHUNK, CheckpointError, Entry, Part, data_file, header_of, tensor_kind
 from .index import Index
+from .plain import open_plain
 from .write import bytes_of
 
 KEPT_OPEN = 32
@@ -74,9 +75,7 @@ class Reader:
         file = self.index.folder / data_file(part.rank)
         expected = header_of(part.entries, self.index.token, part.rank)
         try:
-            if file.is_symlink():
-                raise CheckpointError(f"{file} is a link, which a checkpoint does not have; copy the file itself")
-            with open(file, "rb") as opened:
+            with open_plain(file) as opened:
                 size = os.fstat(opened.fileno()).st_size
                 if size != part.size:
                     raise CheckpointError(f"{file} has {size} bytes instead of {part.size}: it is truncated or foreign")
