@@ -147,10 +147,13 @@ def flaw(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
     """What keeps regions from being all elements of a parameter, each once; None if they are."""
     by_box: dict[Box, list[Region]] = {}
     for region in regions:
-        by_box.setdefault(region.box, []).append(region)
+        if numel_of(region.box):  # one without elements lacks none and overlaps nothing
+            by_box.setdefault(region.box, []).append(region)
     boxes = list(by_box)
+    if sum(map(numel_of, boxes)) > math.prod(shape):
+        return "parts of it overlap"
     for place, box in enumerate(boxes):
-        if any(intersect(box, other) for other in boxes[:place] if numel_of(other) and numel_of(box)):
+        if any(intersect(box, other) for other in boxes[:place]):
             return "parts of it overlap"
         end = 0
         for region in sorted(by_box[box], key=lambda region: region.start):

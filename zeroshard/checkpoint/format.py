@@ -19,6 +19,7 @@ never by its place in a flat: padding, units, stage and world size leave no trac
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ OWN_NAME = re.compile(rf"token|claim|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}
 LARGEST_JSON = 1 << 30
 LARGEST_HEADER = 100_000_000
 """What safetensors itself allows."""
+MOST_DIMENSIONS = 64
+"""What torch itself allows."""
 CHUNK = 8 << 20
 """Bytes that one checksum is for. A reader that needs a part of a range checks no more than it reads, nearly."""
 
@@ -138,7 +141,10 @@ class Entry(NamedTuple):
     @classmethod
     def from_json(cls, value: Any) -> Entry:
         """Checked; raises KeyError, TypeError or ValueError."""
+        if len(value["shape"]) > MOST_DIMENSIONS:
+            raise ValueError(f"a shape of {len(value['shape'])} dimensions")
         shape = tuple(count(size) for size in value["shape"])
+        count(math.prod(shape))
         box: Box = whole_box(shape)
         if "box" in value:
             box = tuple((count(low), count(high)) for low, high in value["box"])
