@@ -113,14 +113,14 @@ def test_a_flipped_bit_anywhere_is_found_or_does_no_harm(saved: Path) -> None:
 
 
 def test_a_flipped_bit_in_data_names_the_parameter(saved: Path) -> None:
-    entry = next(entry for entry in index_of(saved)["parts"][0]["entries"] if entry["kind"] == "exp_avg")
+    entry = next(entry for entry in index_of(saved)["parts"][0]["entries"] if entry["kind"] == "state exp_avg")
     header = index_of(saved)["parts"][0]["header"]
     with open(saved / DATA, "r+b") as file:
         file.seek(header + entry["offset"] + 5)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 16]))
-    refused(saved, rf"{DATA} is damaged: '{entry['name']}' \(exp_avg\).*loaded in part")
+    refused(saved, rf"{DATA} is damaged: '{entry['name']}' \(state exp_avg\).*loaded in part")
 
 
 def test_a_file_of_another_checkpoint_is_known(saved: Path, tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from ..layout import Piece, Range
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime
 from . import random_state
-from .boxes import Region, whole_box
+from .boxes import Region, numel_of, whole_box
 from .describe import describe
-from .format import BUFFER, SAFETENSORS, SHOWN, VALUE, tensor_kind
+from .format import BUFFER, SAFETENSORS, SHOWN, VALUE, state_kind, tensor_kind
 from .names import name_of
 from .values import SMALL_BYTES, EncodingError, encode
 from .write import Held
@@ -129,6 +129,8 @@ class _Masters:
 
 
 def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Held]:
+    if fabric.rank == 0:
+        yield from _without_elements(flat)
     part = written_range(flat, fabric)
     pieces = flat.layout.pieces(part)
     if not flat.trainable:
@@ -149,6 +151,16 @@ def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Held]:
             yield _held(flat, piece, SHOWN, flat.dtype, partial(_slice, shown, into_own + piece.offset, piece))
 
 
+def _without_elements(flat: Flat) -> Iterator[Held]:
+    """Parameters that no range has a piece of; they are written all the same, as the model has them."""
+    dtype = flat.master_dtype if flat.trainable else flat.dtype
+    for slot in flat.layout.slots:
+        box = whole_box(slot.whole_shape)
+        if numel_of(box) == 0:
+            empty = partial(torch.empty, 0, dtype=dtype)
+            yield _storable(Held(name_of(slot.name), VALUE, slot.whole_shape, Region(box, 0, 0), dtype, empty))
+
+
 def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Iterator[Held]:
     owners = {piece.slot: piece for piece in flat.pieces}
     for piece in flat.layout.pieces(written_range(flat, fabric)):
@@ -156,7 +168,13 @@ def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Itera
         for name, value in optimizer.piece_states.of(owner).items():
             if is_elementwise(value, owner):
                 part_of = value[piece.start - owner.start :][: piece.numel]
-                yield _held(flat, piece, name, value.dtype, partial(_itself, part_of))
+                yield _held(flat, piece, _kind_of_state(name), value.dtype, partial(_itself, part_of))
+
+
+def _kind_of_state(name: object) -> str:
+    if not isinstance(name, str):
+        raise EncodingError(f"the optimizer has a state called {name!r}, which is no string; call it {str(name)!r}")
+    return state_kind(name)
 
 
 def is_elementwise(value: object, piece: MasterPiece) -> bool:
@@ -185,18 +203,26 @@ def _too_large(name: str, tensor: Tensor) -> str:
 def _held(flat: Flat, piece: Piece, kind: str, dtype: torch.dtype, read: Callable[[], Tensor]) -> Held:
     slot = flat.layout.slots[piece.slot]
     region = region_of(flat, piece.slot, piece.start, piece.stop)
-    return Held(name_of(slot.name), kind, slot.whole_shape, region, dtype, read)
+    return _storable(Held(name_of(slot.name), kind, slot.whole_shape, region, dtype, read))
+
+
+def _storable(held: Held) -> Held:
+    """Checked: safetensors has names for some dtypes only."""
+    if held.dtype not in SAFETENSORS:
+        remedy = {
+            VALUE: "make it a buffer of its bits, parameter.view(torch.uint8)",
+            BUFFER: "keep it in another form, such as torch.view_as_real() for complex numbers, or its bits, "
+            "buffer.view(torch.uint8); or register it with persistent=False",
+        }.get(held.kind, "keep it in another dtype")
+        what = "parameter" if held.kind == VALUE else held.kind
+        raise EncodingError(f"{what} {held.name!r} is of {held.dtype}, which a checkpoint cannot hold; {remedy}")
+    return held
 
 
 def _whole(name: str, kind: str, tensor: Tensor) -> Held:
     """A tensor that is not in a flat: all that this rank has of it."""
-    if tensor.dtype not in SAFETENSORS:
-        raise EncodingError(
-            f"{kind} {name!r} is of {tensor.dtype}, which a checkpoint cannot hold; keep it in another form, such as "
-            "torch.view_as_real() for complex numbers, or register it with persistent=False"
-        )
     read = partial(_flattened, parallel.local(tensor))
-    return Held(name, kind, tuple(tensor.shape), local_region(tensor), tensor.dtype, read)
+    return _storable(Held(name, kind, tuple(tensor.shape), local_region(tensor), tensor.dtype, read))
 
 
 def local_region(tensor: Tensor) -> Region:

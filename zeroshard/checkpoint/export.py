@@ -65,18 +65,18 @@ class Source:
 
     def dtype(self, name: str) -> torch.dtype:
         """In which a tensor is exported: as asked for, or as the model computed with it."""
-        stored = self.index.places[name, self._kind(name)][0].entry.dtype
+        stored = self.index.dtype(name, self._kind(name))
         if self._kind(name) == BUFFER or not stored.is_floating_point:
             return stored
         return self._dtype or self._trained_in or stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.index.shape(name)
+        return self.index.shape(name, self._kind(name))
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A whole tensor; a 16-bit parameter is rounded from its master as the run did it."""
         kind, shape = self._kind(name), self.shape(name)
-        stored = self.index.places[name, kind][0].entry.dtype
+        stored = self.index.dtype(name, kind)
         flat = torch.empty(math.prod(shape), dtype=stored)
         self.reader.read(name, kind, Region(whole_box(shape), 0, flat.numel()), flat)
         wanted = dtype or self.dtype(name)

@@ -14,7 +14,7 @@ from ..layout import Range
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime
 from .contents import buffers_of, local_region, region_of
-from .format import BUFFER, SHOWN, VALUE, CheckpointError
+from .format import BUFFER, SHOWN, VALUE, CheckpointError, state_name
 from .index import Index
 from .names import name_of
 from .read import Reader
@@ -43,8 +43,16 @@ def fill(reader: Reader, runtime: Runtime, optimizer: ShardedOptimizer | None) -
         part = parallel.local(buffer.data)
         target = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
         reader.read(name, BUFFER, local_region(buffer), target)
-        part.copy_(target.view(part.shape))
+        _write(part, target.view(part.shape))
     return older
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """Copies into a tensor, also into one made by ``expand()``, whose elements along a dimension are one in memory."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 def _fill_values(reader: Reader, flat: Flat) -> None:
@@ -65,12 +73,11 @@ def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> Non
     for piece in flat.pieces:
         name = name_of(flat.layout.slots[piece.slot].name)
         region = region_of(flat, piece.slot, piece.start, piece.start + piece.tensor.numel())
-        moments = [kind for kind in index.kinds[name] if kind not in (VALUE, SHOWN)]
-        for kind in moments:
-            dtype = index.places[name, kind][0].entry.dtype
-            target = optimizer.piece_states.room_for(flat, piece, kind, dtype)
+        moments = {kind: state for kind in index.kinds[name] if (state := state_name(kind)) is not None}
+        for kind, state in moments.items():
+            target = optimizer.piece_states.room_for(flat, piece, state, index.dtype(name, kind))
             if target is None:
-                raise CheckpointError(f"{index.folder} has {kind!r} of {name!r}, which the host's optimizer has not")
+                raise CheckpointError(f"{index.folder} has {state!r} of {name!r}, which the host's optimizer has not")
             reader.read(name, kind, region, target)
         scalars = decode(index.scalars.get(name, {}), f"the state of {name!r}", _no_tensor)
         optimizer.piece_states.take_scalars(flat, piece, scalars, moments=bool(moments))

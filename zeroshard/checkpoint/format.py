@@ -52,6 +52,8 @@ VALUE = "value"
 SHOWN = "shown"
 """Kind of the older parameters that the next step runs on, where a delayed update waits to be published."""
 BUFFER = "buffer"
+_STATE = "state "
+"""Begins the kind of every optimizer state, so that none can be taken for another kind, whatever its name."""
 
 SAFETENSORS = {
     torch.float64: "F64",
@@ -87,6 +89,25 @@ def failure_file(rank: int) -> str:
     return f"rank-{rank:05}.failed"
 
 
+def state_kind(name: str) -> str:
+    """Kind of what the optimizer calls this state.
+
+    >>> state_kind("exp_avg")
+    'state exp_avg'
+    """
+    return _STATE + name
+
+
+def state_name(kind: str) -> str | None:
+    """What the optimizer calls a state; None if the kind is another."""
+    return kind.removeprefix(_STATE) if kind.startswith(_STATE) else None
+
+
+def is_of_parameter(kind: str) -> bool:
+    """Whether a range of this kind belongs to a parameter."""
+    return kind in (VALUE, SHOWN) or kind.startswith(_STATE)
+
+
 def tensor_kind(rank: int) -> str:
     """Kind of a tensor inside a rank's values: the scheduler's, the loader's, ``extra``."""
     return f"tensor of rank {rank}"
@@ -98,7 +119,7 @@ class Entry(NamedTuple):
     name: str
     """Of the parameter or buffer, as ``named_parameters()`` has it."""
     kind: str
-    """``VALUE``, or what the optimizer calls this state, and so on."""
+    """``VALUE``, ``state_kind`` of what the optimizer calls this state, and so on."""
     shape: tuple[int, ...]
     """Of the whole parameter."""
     region: Region

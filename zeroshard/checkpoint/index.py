@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from .boxes import flaw
-from .format import INDEX, LARGEST_JSON, MARKER, VERSION, CheckpointError, Entry, Part
+from .format import INDEX, LARGEST_JSON, MARKER, VALUE, VERSION, CheckpointError, Entry, Part, is_of_parameter
 from .marker import read_marker
 from .plain import open_plain
 
@@ -34,7 +36,8 @@ class Index:
         self.kinds: dict[str, list[str]] = {}
         """What there is of each parameter."""
         for name, kind in self.places:
-            self.kinds.setdefault(name, []).append(kind)
+            if is_of_parameter(kind):
+                self.kinds.setdefault(name, []).append(kind)
         self.scalars: dict[str, Any] = {}
         for part in parts:
             self.scalars.update(part.scalars)
@@ -44,9 +47,13 @@ class Index:
         """What all ranks share."""
         return self.parts[0].values
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a parameter or buffer."""
-        return self.places[name, self.kinds[name][0]][0].entry.shape
+    def shape(self, name: str, kind: str = VALUE) -> tuple[int, ...]:
+        """Of a parameter, or of something else that is whole."""
+        return self.places[name, kind][0].entry.shape
+
+    def dtype(self, name: str, kind: str = VALUE) -> torch.dtype:
+        """In which it is stored."""
+        return self.places[name, kind][0].entry.dtype
 
     def check(self) -> None:
         """Raises ValueError where ranges overlap, are missing or contradict each other."""
@@ -55,8 +62,11 @@ class Index:
             for _, entry in places:
                 if (entry.shape, entry.dtype) != (first.shape, first.dtype):
                     raise ValueError(f"{name!r} ({kind}) is stored with two shapes or dtypes")
-            if first.shape != self.shape(name):
-                raise ValueError(f"{name!r} ({kind}) has shape {first.shape}, another state of it {self.shape(name)}")
+            if is_of_parameter(kind):
+                if (name, VALUE) not in self.places:
+                    raise ValueError(f"{name!r} ({kind}) belongs to a parameter that is not there")
+                if first.shape != self.shape(name):
+                    raise ValueError(f"{name!r} ({kind}) has shape {first.shape}, the parameter {self.shape(name)}")
             wrong = flaw(first.shape, [entry.region for _, entry in places])
             if wrong is not None:
                 raise ValueError(f"{name!r} ({kind}): {wrong}")

@@ -20,7 +20,7 @@ from .agreement import agree
 from .contents import buffers_of, extra_states_of
 from .fill import fill, load_settings, publish
 from .folder import candidates
-from .format import BUFFER, VALUE, CheckpointError, tensor_kind
+from .format import BUFFER, CheckpointError, tensor_kind
 from .index import Index, read_index
 from .names import name_of
 from .read import Reader
@@ -234,8 +234,8 @@ def _agree_usable(fabric: Fabric, problem: Exception | None, after: str) -> None
 def _check_fits(index: Index, runtime: Runtime, optimizer: ShardedOptimizer | None, shared: dict[str, Any]) -> None:
     wanted = {name_of(name): tuple(p.shape) for name, p in runtime.model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in buffers_of(runtime)}
-    stored = {name: index.shape(name) for name, kind in index.places if kind == VALUE}
-    stored_buffers = {name: index.shape(name) for name, kind in index.places if kind == BUFFER}
+    stored = {name: index.shape(name) for name in index.kinds}
+    stored_buffers = {name: index.shape(name, kind) for name, kind in index.places if kind == BUFFER}
     for what, ours, theirs in (("parameter", wanted, stored), ("buffer", buffers, stored_buffers)):
         missing, unknown = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
         if missing:
@@ -300,7 +300,7 @@ def _position(index: Index, rank: int) -> Any:
         if not isinstance(value, dict):
             return value
         if value.get(TAG) == "large":
-            shape, _, dtype, _, checksums = held.get(value.get("name", ""), (None,) * 5)
+            shape, _, dtype, _, checksums = held.get(str(value.get("name")), (None,) * 5)
             return shape, dtype, checksums
         return {key: shown(entry) for key, entry in value.items()}
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .format import CheckpointError
+
 SMALL_BYTES = 1024
 """Tensors up to this stand in the JSON."""
 DEEPEST = 64
@@ -38,6 +40,11 @@ DTYPES = {
     )
 }
 
+NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""All of torch's: a value may be a dtype that no tensor in a checkpoint has."""
+LARGEST_INT_BITS = 14_000
+"""Python reads and writes integers up to 4300 digits."""
+
 
 class EncodingError(ValueError):
     """A value that cannot be written, or JSON that stands for none."""
@@ -50,6 +57,10 @@ def encode(value: object, where: str, large: Callable[[Tensor], str], depth: int
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
+        if value.bit_length() > LARGEST_INT_BITS:
+            raise EncodingError(
+                f"{where} is an integer of {value.bit_length()} bits, which JSON cannot hold; use bytes"
+            )
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {TAG: "float", "value": repr(float(value))}
@@ -90,6 +101,8 @@ def _encode_mapping(value: Mapping[Any, Any], where: str, large: Callable[[Tenso
 def _encode_tensor(value: Tensor, where: str, large: Callable[[Tensor], str]) -> Any:
     if value.layout is not torch.strided or str(value.dtype).removeprefix("torch.") not in DTYPES:
         raise EncodingError(f"{where} is a tensor of {value.dtype} and {value.layout}, which a checkpoint cannot hold")
+    if value.is_meta:
+        raise EncodingError(f"{where} is a tensor on the meta device, which has no elements that could be saved")
     value = value.detach()
     if value.nbytes > SMALL_BYTES:
         return {TAG: "large", "name": large(value)}
@@ -111,7 +124,7 @@ def decode(value: Any, where: str, large: Callable[[str], Tensor], depth: int = 
     try:
         return _decode_tagged(value, where, large, depth)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, EncodingError):
+        if isinstance(error, EncodingError | CheckpointError):  # that a file is damaged, of a large tensor
             raise
         raise EncodingError(f"{where} holds something that is no value: {type(error).__name__}: {error}") from error
 
@@ -129,7 +142,7 @@ def _decode_tagged(value: dict[str, Any], where: str, large: Callable[[str], Ten
             }
             return Counter(made) if value[TAG] == "counter" else made
         case "dtype":
-            return DTYPES[value["value"]]
+            return NAMED[value["value"]]
         case "bytes":
             return base64.b64decode(value["value"], validate=True)
         case "large":
