@@ -23,6 +23,7 @@ LAYERS = [
         "checkpoint.claim",
         "checkpoint.describe",
         "checkpoint.random_state",
+        "checkpoint.removal",
         "checkpoint.values",
         "checkpoint.write",
     },

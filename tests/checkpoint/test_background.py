@@ -130,6 +130,7 @@ def test_a_process_that_ends_finishes_its_save_or_says_why_not(tmp_path: Path) -
         [sys.executable, "-c", broken, str(tmp_path / "other")], capture_output=True, text=True, check=False, timeout=60
     )
     assert "other was not saved: TypeError" in done.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
 def test_gradients_that_wait_for_their_step_are_not_lost_silently(tmp_path: Path) -> None:

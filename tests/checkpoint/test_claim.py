@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import CheckpointError
-from zeroshard.checkpoint import claim
+from zeroshard.checkpoint import background, claim
 
 WRITES_SLOWLY = """
 import sys, time, torch, zeroshard
@@ -172,3 +173,80 @@ def test_a_claim_that_cannot_be_written_leaves_no_folder_and_no_open_file(
     assert not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == before
     zeroshard.save(tmp_path / "saved", *model)
+
+
+# -- what saves to other paths have left ------------------------------------------------------------------------------
+
+
+def test_what_a_killed_job_left_at_another_path_goes_and_what_one_writes_stays(tmp_path: Path) -> None:
+    go = tmp_path / "elsewhere"
+    with another_job(tmp_path / "step-1", go) as killed, another_job(tmp_path / "step-2", go) as alive:
+        killed.kill()
+        killed.wait()
+        zeroshard.save(tmp_path / "step-3", *small())
+        assert len(list(tmp_path.glob(".step-1.*.partial"))) == 1
+        zeroshard.save(tmp_path / "step-4", *small(), keep=5)
+        assert not list(tmp_path.glob(".step-1.*.partial"))
+        assert len(list(tmp_path.glob(".step-2.*.partial"))) == 1
+        go.touch()
+        assert alive.wait(60) == 0
+    assert zeroshard.load(tmp_path / "step-2", *small()) == "the other job's"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "step-2", "step-3", "step-4"]
+
+
+def test_what_this_process_writes_at_another_path_stays_and_stays_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write_part = threading.Event(), background.write_part
+
+    def waits(folder: Path, *arguments: Any) -> None:
+        if folder.name.startswith(".step-1."):
+            gate.wait(60)
+        write_part(folder, *arguments)
+
+    monkeypatch.setattr(background, "write_part", waits)
+    first = zeroshard.save(tmp_path / "step-1", *small(), extra=1, asynchronous=True)
+    zeroshard.save(tmp_path / "step-2", *small(), keep=5)
+    (partial,) = tmp_path.glob(".step-1.*.partial")
+    looks = "import sys; from pathlib import Path; from zeroshard.checkpoint.claim import is_claimed\n"
+    looks += "sys.exit(not is_claimed(Path(sys.argv[1])))"
+    assert subprocess.run([sys.executable, "-c", looks, str(partial)], check=False).returncode == 0
+    gate.set()
+    first.wait()
+    assert zeroshard.load(tmp_path / "step-1", *small()) == 1
+
+
+@pytest.mark.parametrize("said", [None, "", "process 1 on another\nmachine"])
+def test_where_nobody_can_be_asked_only_what_was_still_for_long_goes(said: str | None, tmp_path: Path) -> None:
+    left = tmp_path / ".step-1.0123456789abcdef.partial"
+    left.mkdir()
+    (left / "token").touch()
+    if said is not None:
+        (left / "claim").write_text(said)
+    zeroshard.save(tmp_path / "step-2", *small(), keep=1)
+    assert left.exists()
+    for file in (*left.iterdir(), left):
+        os.utime(file, (1, time.time() - claim.FORGOTTEN_SECONDS - 60))
+    if said is not None:
+        with locked_by_another(left / "claim"):
+            zeroshard.save(tmp_path / "step-2", *small(), keep=1)
+            assert left.exists()
+    zeroshard.save(tmp_path / "step-2", *small(), keep=1)
+    assert not left.exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_where_there_are_no_locks_what_is_written_at_another_path_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(claim.fcntl, "lockf", has_none)
+        other = tmp_path / ".step-1.0123456789abcdef.partial"
+        other.mkdir()
+        claim.Claim(other)
+    claim._claimed.clear()  # as if another process's
+    zeroshard.save(tmp_path / "step-2", *small(), keep=1)
+    assert (other / "claim").exists()

@@ -107,6 +107,8 @@ class Saving:
                 self.abandon()
         if self._error is not None and not self._told:
             print(f"zeroshard: {self.path} was not saved: {_tell(self._error)}", file=sys.stderr)
+            if self._fabric.rank == 0:
+                clear(partial_of(self.path, self._token))
 
     def abandon(self) -> None:
         """Waits for other ranks no longer; the checkpoint stays incomplete if their parts are not there."""

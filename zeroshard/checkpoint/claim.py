@@ -15,8 +15,10 @@ import contextlib
 import fcntl
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 
 from .format import CLAIM, CheckpointError
@@ -24,8 +26,15 @@ from .plain import open_plain
 
 STILL_SECONDS = 10.0
 """Below the stall_timeout that the other ranks wait for rank 0."""
+FORGOTTEN_SECONDS = 24 * 3600.0
+"""For so long nothing is written into a folder whose writer nobody can ask for, before it is held to be dead."""
 POLL_SECONDS = 0.05
 LARGEST = 4096
+
+_claimed: set[str] = set()
+"""Names of folders, each with a token, that this process writes to; whose locks it cannot see."""
+_probing = threading.Lock()
+"""Against looking at a claim that another thread is just making: that would give its lock back."""
 
 
 class Claim:
@@ -36,9 +45,12 @@ class Claim:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._descriptor: int | None = lock(folder / CLAIM)
+        with _probing:
+            self._descriptor: int | None = lock(folder / CLAIM)
+            _claimed.add(folder.name)
         try:
-            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n{_machine()}".encode())
+            machine = _machine() if _try_lock(self._descriptor) else ""  # only where the lock speaks for the process
+            os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n{machine}".encode())
         except BaseException:
             self.release()
             raise
@@ -49,7 +61,9 @@ class Claim:
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 (self.folder / CLAIM).unlink(missing_ok=True)
-            os.close(descriptor)
+            with _probing:
+                os.close(descriptor)
+                _claimed.discard(self.folder.name)
 
     def check_alone(self, path: Path, others: Iterable[Path]) -> None:
         """Of several that write at once, the one that began first goes on.
@@ -75,9 +89,16 @@ class Claim:
 def lock(file: Path) -> int:
     """Makes a file and locks it, where the file system can; until the descriptor is closed or the process ends."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _try_lock(descriptor)
     return descriptor
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # a file system without locks
+        return False
+    return True
 
 
 def is_claimed(folder: Path) -> bool:
@@ -87,22 +108,47 @@ def is_claimed(folder: Path) -> bool:
 
 def is_locked(file: Path) -> bool:
     """Whether another process has this file locked; so it is held to be where another user's may not be opened."""
+    return _lock_of(file) is _Lock.HELD
+
+
+class _Lock(Enum):
+    HELD = "by another process"
+    FREE = "by nobody"
+    UNKNOWN = "there is no file, or there are no locks"
+
+
+def _lock_of(file: Path) -> _Lock:
     try:
         # Reading suffices to ask for a shared lock; a pipe or a link is nobody's claim, and not waited for.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:
-        return True
+        return _Lock.HELD
     except OSError:
-        return False
+        return _Lock.UNKNOWN
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return True
+        return _Lock.HELD
     except OSError:  # no locks here
-        return False
+        return _Lock.UNKNOWN
     finally:
         os.close(descriptor)
-    return False
+    return _Lock.FREE
+
+
+def is_forgotten(folder: Path, just_written: Path) -> bool:
+    """Whether nobody writes into a folder any more, whatever path its save was to; in doubt, somebody does.
+
+    A claim of this machine that is not locked is a dead process's. Of another machine, whose locks may not be seen
+    here, and where there is no claim, only time tells: by the clock of the file system, which has just written a file.
+    """
+    with _probing:
+        if folder.name in _claimed:
+            return False
+        if _is_of_this_machine(folder):  # which is written after it was locked, and so is asked for before
+            return _lock_of(folder / CLAIM) is _Lock.FREE
+    changed = max(file.stat(follow_symlinks=False).st_mtime for file in (folder, *folder.iterdir()))
+    return just_written.stat().st_mtime - changed > FORGOTTEN_SECONDS and not is_claimed(folder)
 
 
 def bytes_in(folder: Path) -> int:

@@ -13,13 +13,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .claim import Claim
-from .format import MARKER, OWN_NAME, CheckpointError
+from .claim import Claim, is_forgotten
+from .format import MARKER, CheckpointError
 from .marker import LATEST_NS, Marker, has_marker, read_marker
+from .removal import entries_of, finish_removals, is_being_removed, is_own, remove
 from .write import sync_folder
 
 PARTIAL = ".partial"
 OLD = ".old"
+_ANY_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")
 
 
 class Complete(NamedTuple):
@@ -64,8 +66,8 @@ def check_replaceable(path: Path) -> None:
         return
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file, and a checkpoint is a folder; save to another path")
-    entries = _sorted(path)
-    foreign = [entry.name for entry in entries if not _is_own(entry)]
+    entries = entries_of(path)
+    foreign = [entry.name for entry in entries if not is_own(entry)]
     if not foreign and not any(entry.name == MARKER or entry.name.startswith("rank-") for entry in entries):
         foreign = [entry.name for entry in entries]  # a lone "token" or "index.json" is likely somebody else's
     if foreign:
@@ -75,24 +77,6 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def _sorted(folder: Path) -> list[os.DirEntry[str]]:
-    return sorted(os.scandir(folder), key=lambda entry: entry.name)
-
-
-def _is_own(entry: os.DirEntry[str]) -> bool:
-    return OWN_NAME.fullmatch(entry.name) is not None and entry.is_file(follow_symlinks=False)
-
-
-def _remove(folder: Path) -> None:
-    """Removes a checkpoint, the marker first. What else somebody has put there stays, and its folder."""
-    (folder / MARKER).unlink(missing_ok=True)
-    for entry in _sorted(folder):  # by which a rank's files go late: as long as one is there, all are known as ours
-        if _is_own(entry):
-            os.remove(entry.path)
-    with contextlib.suppress(OSError):  # not empty
-        os.rmdir(folder)
-
-
 def prepare(path: Path, token: str) -> Claim:
     """Makes an empty folder to write into, and claims it; on rank 0. What a crash left beside it goes.
 
@@ -100,13 +84,14 @@ def prepare(path: Path, token: str) -> Claim:
         CheckpointError: another job is writing to this path, or something is there that is no checkpoint.
     """
     check_replaceable(path)
+    finish_removals(path.parent)
     partial = partial_of(path, token)
     partial.mkdir(parents=True)
     try:
         claim = Claim(partial)
     except BaseException:
         with contextlib.suppress(OSError):
-            _remove(partial)
+            remove(partial)
         raise
     try:
         claim.check_alone(path, [one for one in _partials_of(path) if one != partial])
@@ -115,7 +100,7 @@ def prepare(path: Path, token: str) -> Claim:
             os.replace(left[0], path)
         for folder in filter(claim.supersedes, _partials_of(path)):
             with contextlib.suppress(OSError):
-                _remove(folder)
+                remove(folder)
     except BaseException:
         discard(claim)
         raise
@@ -126,7 +111,7 @@ def discard(claim: Claim) -> None:
     """Ends a save that did not begin; on rank 0."""
     claim.release()
     with contextlib.suppress(OSError):
-        _remove(claim.folder)
+        remove(claim.folder)
 
 
 def clear(partial: Path) -> None:
@@ -140,7 +125,7 @@ def clear(partial: Path) -> None:
         complete = False
     if not complete:
         with contextlib.suppress(OSError):
-            _remove(partial)
+            remove(partial)
 
 
 def publish(partial: Path, path: Path) -> None:
@@ -150,12 +135,12 @@ def publish(partial: Path, path: Path) -> None:
     if path.exists():
         if old.exists():
             check_replaceable(old)
-            _remove(old)
+            remove(old)
         os.replace(path, old)
     os.replace(partial, path)
     sync_folder(path.parent)
     with contextlib.suppress(OSError):
-        _remove(old)
+        remove(old)
 
 
 class _Marked(NamedTuple):
@@ -181,8 +166,8 @@ class _Marked(NamedTuple):
     @classmethod
     def inside(cls, parent: Path) -> _Marked:
         """Those in a folder of checkpoints; raises OSError."""
-        entries = _sorted(parent)
-        return cls.of(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+        folders = [Path(entry.path) for entry in entries_of(parent) if entry.is_dir(follow_symlinks=False)]
+        return cls.of(folder for folder in folders if not is_being_removed(folder))
 
 
 def complete_in(parent: Path) -> list[Complete]:
@@ -221,8 +206,21 @@ def time_after(parent: Path, now_ns: int) -> int:
 
 
 def keep_newest(path: Path, count: int) -> None:
-    """Of the complete checkpoints beside the one just saved, leaves it and the newest others; on rank 0."""
+    """Of the complete checkpoints beside the one just saved, leaves it and the newest others; on rank 0.
+
+    What killed saves to other paths have left incomplete goes too; what somebody writes there stays.
+    """
     others = [one.folder for one in complete_in(path.parent) if one.folder != path]
-    for folder in others[count - 1 :]:
+    for folder in [*others[count - 1 :], *_incomplete_in(path.parent)]:
         with contextlib.suppress(OSError):
-            _remove(folder)
+            if not _ANY_PARTIAL.fullmatch(folder.name) or is_forgotten(folder, path):
+                remove(folder)
+
+
+def _incomplete_in(parent: Path) -> list[Path]:
+    """What saves to whatever path have left, or still write."""
+    try:
+        names = [entry.name for entry in entries_of(parent) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    return [parent / name for name in names if _ANY_PARTIAL.fullmatch(name) and not has_marker(parent / name)]

@@ -55,7 +55,8 @@ def save(
         extra: numbers, strings, lists, tuples, dicts and tensors of your own, which ``load()`` returns; rank 0's.
         asynchronous: copy to host memory, and write while training goes on. What goes wrong is raised by the next
             ``save()``, or by ``wait()`` of what this returns; where host memory has no room, it blocks and says so.
-        keep: of the complete checkpoints in the folder that ``path`` is in, leave this many of the newest.
+        keep: of the complete checkpoints in the folder that ``path`` is in, leave this many of the newest;
+            what killed saves have left there goes too.
 
     >>> import tempfile, zeroshard
     >>> model = torch.nn.Linear(4, 2)
