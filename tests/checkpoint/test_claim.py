@@ -168,7 +168,7 @@ def test_a_claim_that_cannot_be_written_leaves_no_folder_and_no_open_file(
     model = small()
     with monkeypatch.context() as patch:
         patch.setattr(claim.os, "write", full)
-        with pytest.raises(CheckpointError, match="No space left"):
+        with pytest.raises(CheckpointError, match="No space left on device; make room there"):
             zeroshard.save(tmp_path / "saved", *model)
     assert not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == before

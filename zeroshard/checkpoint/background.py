@@ -26,7 +26,7 @@ from .folder import clear, keep_newest, partial_of, publish, time_after
 from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, TOKEN, CheckpointError, Part, data_file, failure_file, part_file
 from .index import Index, index_json
 from .marker import Marker, read_marker
-from .write import write_json, write_part
+from .write import remedy_of, write_json, write_part
 
 POLL_SECONDS = 0.005
 SLOWEST_POLL_SECONDS = 0.2
@@ -222,7 +222,9 @@ def _finish_all() -> None:
 
 
 def _tell(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}{remedy_of(error)}"
 
 
 class Latest:

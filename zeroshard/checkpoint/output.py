@@ -7,7 +7,6 @@ writes. So what a killed one has left is known, and goes; what another one write
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -19,11 +18,10 @@ from typing import Self
 
 from .claim import is_locked, lock
 from .format import CheckpointError
-from .write import sync_folder
+from .write import NO_ROOM, sync_folder
 
 WEIGHTS = re.compile(r"(adapter_)?(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 """Names under which a model's or an adapter's weights are looked for."""
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _LOCK = re.compile(r"\.zeroshard\.([0-9a-f]{16})\.tmp")
 
 _writing: set[str] = set()

@@ -24,6 +24,7 @@ from .contents import Contents, collect
 from .folder import discard, partial_of, prepare
 from .format import TOKEN, CheckpointError
 from .snapshot import Snapshots
+from .write import remedy_of
 
 SEEN_WITHIN_SECONDS = 10.0
 """How long a network file system may take to show a rank what another has written."""
@@ -188,12 +189,12 @@ def _open_folder(path: Path) -> Opened:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        raise CheckpointError(f"{path} cannot be written: {error}{remedy_of(error)}") from error
     with _given_up_on_error(opened := Opened(token, claim)):
         try:
             (claim.folder / TOKEN).write_text(token)
         except Exception as error:
-            raise CheckpointError(f"{path} cannot be written: {error}") from error
+            raise CheckpointError(f"{path} cannot be written: {error}{remedy_of(error)}") from error
     return opened
 
 

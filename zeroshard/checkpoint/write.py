@@ -21,6 +21,8 @@ from .format import CHUNK, Entry, Part, data_file, header_of, part_file
 
 FLUSH_BYTES = 32 << 20
 """Bytes that are written before the disk is asked to begin."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""How a system says that a file cannot grow."""
 NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
 """How file systems say that a folder cannot be flushed, as some of the network do (EBADF: not if open for reading)."""
 
@@ -51,7 +53,8 @@ def write_part(
         entries.append(Entry(piece.name, piece.kind, piece.shape, piece.region, piece.dtype, offset))
         offset += piece.nbytes
     header = header_of(entries, token, rank)
-    with open(folder / data_file(rank), "wb", buffering=0) as file, _Flusher(file.fileno()) as flusher:
+    path = folder / data_file(rank)
+    with _named(path), open(path, "wb", buffering=0) as file, _Flusher(file.fileno()) as flusher:
         _write_all(file.fileno(), memoryview(header))
         staging: Tensor | None = None
         for place, piece in enumerate(held):
@@ -68,6 +71,23 @@ def write_part(
         os.fsync(file.fileno())
     part = Part(rank, len(header) + offset, len(header), tuple(entries), scalars, values)
     write_json(folder / part_file(rank), json.dumps(part.to_json(token), separators=(",", ":")).encode())
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """What goes wrong with an open file names it, which the system does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error
+
+
+def remedy_of(error: BaseException) -> str:
+    """What to add to the words of an error."""
+    no_room = isinstance(error, OSError) and error.errno in NO_ROOM
+    return "; make room there, or save to another disk" if no_room else ""
 
 
 class _Flusher:
@@ -154,7 +174,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 def write_json(file: Path, text: bytes) -> None:
     """Writes a small file whole or not at all, and so that a crash does not undo it."""
     temporary = file.with_name(f".{file.name}.tmp")
-    with open(temporary, "wb") as opened:
+    with _named(temporary), open(temporary, "wb") as opened:
         opened.write(text)
         opened.flush()
         os.fsync(opened.fileno())
