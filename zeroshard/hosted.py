@@ -205,6 +205,10 @@ class HostUpdate:
                 part = flat.layout.slots[piece.slot].part(value).reshape(-1)[piece.start :][: piece.tensor.numel()]
                 self._moment(flat, piece, name).copy_(part)
 
+    def has_moment(self, name: str) -> bool:
+        """Whether the host keeps this."""
+        return name in self._moments
+
     def room_for(self, flat: Flat, piece: MasterPiece, name: str) -> Tensor | None:
         """The memory of one moment of a piece; None if there is no such moment."""
         return self._moment(flat, piece, name) if name in self._moments else None

@@ -221,6 +221,10 @@ class PieceStates:
         self._state.clear()
         self._loads += 1
 
+    def takes(self, name: str) -> bool:
+        """Whether there is room for a state of this name: the host has that of its own rules, torch of any."""
+        return self._host is None or self._host.has_moment(name)
+
     def room_for(self, flat: Flat, piece: MasterPiece, name: str, dtype: torch.dtype) -> Tensor | None:
         """Memory for one state of a piece, to be filled; None where this optimizer has no such state."""
         if self._host is not None and flat.host is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.checkpoint.forging import forge, index_of
 from tests.checkpoint.runs import Run, difference
 from tests.models import loss_of, net
 from tests.ranks import Pool
@@ -170,19 +170,6 @@ def test_no_file_that_is_written_is_a_pickle(saved: Path) -> None:
 
 
 # -- an index that was made up ----------------------------------------------------------------------------------------
-
-
-def index_of(folder: Path) -> Any:
-    return json.loads((folder / INDEX).read_text())
-
-
-def forge(folder: Path, edit: Callable[[Any], Any]) -> None:
-    """Changes the index, and the marker with it."""
-    value = index_of(folder)
-    value = edit(value) or value
-    text = json.dumps(value).encode()
-    (folder / INDEX).write_bytes(text)
-    (folder / MARKER).write_bytes(Marker.of(text, 1, 1).to_json())
 
 
 def entry(value: Any, number: int = 0) -> Any:

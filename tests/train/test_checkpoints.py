@@ -1,5 +1,6 @@
 """What a resumed run may change, and what it may not."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.train.checkpoints import AUTO, NEVER, Checkpoints, ResumeError, Start
+from tests.checkpoint.forging import forge
+from zeroshard.train.checkpoints import AUTO, FOLDER, NEVER, Checkpoints, ResumeError, Start
 from zeroshard.train.job import Job, TrainConfig
 
 JOB = Job(name="small", train=TrainConfig(batch=4, lr=0.01, weight_decay=0.1, save_every=1))
@@ -46,3 +48,12 @@ def test_other_ranks_take_their_share_of_the_batch_and_may_say_so(out: Path) -> 
     for ranks, share in ((1, 8), (2, 4), (4, 2)):
         for batch in (JOB.train.batch, share):
             assert Start.find(changed(batch=batch, steps=500), out, AUTO, ranks).job.train.batch == share
+
+
+@pytest.mark.parametrize("edit", [{"origin": {"x": 1}}, {"origin": {"ranks": 0, "batch": 4}}, {"step": "x"}])
+def test_a_run_whose_beginning_was_edited_is_refused(edit: dict[str, Any], out: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "run")
+    (folder,) = (tmp_path / "run" / FOLDER).iterdir()
+    forge(folder, lambda v: v["parts"][0]["values"]["extra"].update(edit))
+    with pytest.raises(ResumeError, match="it was edited, so resume from another"):
+        Start.find(JOB, tmp_path / "run", AUTO, RANKS)

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from ..offload.states import round_to
 from .boxes import Region, whole_box
+from .checked import check_about, decoded, no_tensor
 from .folder import candidates
-from .format import BUFFER, VALUE, CheckpointError
+from .format import BUFFER, INDEX, VALUE, CheckpointError
 from .index import Index, read_index
 from .lora import Adapter, Found, adapter_tensors, merged_tensors
 from .output import WEIGHTS, Output
 from .read import Reader
 from .shards import SHARD_BYTES, Shards, Whole, as_json
-from .values import DTYPES, decode
+from .values import DTYPES
 
 
 class Made(NamedTuple):
@@ -44,16 +45,12 @@ class Source:
         self.index: Index = read_index(self.folder)
         self.reader = Reader(self.index)
         self.reader.check_files()
-        about = decode(self.index.values.get("about"), "about", self._no_tensor)
-        self.about: dict[str, Any] = about if isinstance(about, dict) else {}
+        file = self.folder / INDEX
+        self.about = check_about(file, decoded(file, self.index.values.get("about"), "about", no_tensor))
         self._dtype = dtype
-        self._on_host = set(self.about.get("rounded_on_host") or ())
+        self._on_host = set(self.about["rounded_on_host"])
         named = self.about.get("parameter_dtype")
         self._trained_in = DTYPES.get(named) if isinstance(named, str) else None
-
-    @staticmethod
-    def _no_tensor(name: str) -> Tensor:
-        raise CheckpointError(f"the description of a model holds a tensor {name!r}")
 
     @property
     def names(self) -> list[str]:
@@ -107,6 +104,7 @@ def export(
         config: a configuration file to copy, in place of the one that the checkpoint has.
 
     Raises:
+        InvalidIndexError: what the checkpoint says of its model makes no sense.
         CheckpointError: the checkpoint cannot be read, or the folder not be written; then nothing is left there.
     """
     source = Source(path, dtype)

@@ -13,15 +13,13 @@ from ..flat import Flat
 from ..layout import Range
 from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime
+from .checked import HOW_TO_COMPUTE, no_tensor
 from .contents import buffers_of, local_region, region_of
-from .format import BUFFER, SHOWN, VALUE, CheckpointError, state_name
+from .format import BUFFER, SHOWN, VALUE, state_name
 from .index import Index
 from .names import name_of
 from .read import Reader
-from .values import EncodingError, decode
-
-HOW_TO_COMPUTE = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Settings of an optimizer that say how it computes, not what: those of the run that loads hold."""
+from .values import decode
 
 
 def fill(reader: Reader, runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[Flat, Tensor]:
@@ -76,10 +74,9 @@ def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> Non
         moments = {kind: state for kind in index.kinds[name] if (state := state_name(kind)) is not None}
         for kind, state in moments.items():
             target = optimizer.piece_states.room_for(flat, piece, state, index.dtype(name, kind))
-            if target is None:
-                raise CheckpointError(f"{index.folder} has {state!r} of {name!r}, which the host's optimizer has not")
+            assert target is not None, f"{state!r} of {name!r}: what does not fit was refused before"
             reader.read(name, kind, region, target)
-        scalars = decode(index.scalars.get(name, {}), f"the state of {name!r}", _no_tensor)
+        scalars = decode(index.scalars.get(name, {}), f"the state of {name!r}", no_tensor)
         optimizer.piece_states.take_scalars(flat, piece, scalars, moments=bool(moments))
 
 
@@ -118,9 +115,5 @@ def load_settings(optimizer: ShardedOptimizer, shared: dict[str, Any]) -> None:
     """Takes the settings of groups, counts, and what belongs to no parameter."""
     for mine, theirs in zip(optimizer.param_groups, shared["groups"], strict=True):
         mine.update({key: value for key, value in theirs["settings"].items() if key not in HOW_TO_COMPUTE})
-    optimizer.piece_states.take_common(shared.get("common", {}))
+    optimizer.piece_states.take_common(shared["common"])
     optimizer.load_progress(shared["progress"])
-
-
-def _no_tensor(name: str) -> Tensor:
-    raise EncodingError(f"a state that belongs to a parameter as a whole is a large tensor {name!r}")

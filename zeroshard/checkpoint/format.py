@@ -74,6 +74,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read. The message names the file, what is wrong with it and what to do."""
 
 
+class InvalidIndexError(CheckpointError):
+    """An index holds what it cannot hold: it was edited, or is of another program."""
+
+
 def data_file(rank: int) -> str:
     """The file of a rank's ranges."""
     return f"rank-{rank:05}.safetensors"

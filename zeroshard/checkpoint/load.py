@@ -17,15 +17,16 @@ from ..optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from . import random_state
 from .agreement import agree
+from .checked import check_index, decoded
 from .contents import buffers_of, extra_states_of
 from .fill import fill, load_settings, publish
 from .folder import candidates
-from .format import BUFFER, CheckpointError, tensor_kind
+from .format import BUFFER, INDEX, CheckpointError, InvalidIndexError, state_name, tensor_kind
 from .index import Index, read_index
 from .names import name_of
 from .read import Reader
 from .save import check_optimizer, finish_latest
-from .values import TAG, EncodingError, decode
+from .values import TAG
 
 NAMES_IN_A_MESSAGE = 3
 
@@ -94,8 +95,8 @@ def read_extra(path: str | os.PathLike[str]) -> Any:
     for folder in candidates(Path(path).absolute()):
         try:
             reader = Reader(read_index(folder))
-            return decode(reader.index.values.get("extra"), "extra", partial(reader.tensor_of, 0))
-        except (CheckpointError, EncodingError) as error:
+            return decoded(folder / INDEX, reader.index.values.get("extra"), "extra", partial(reader.tensor_of, 0))
+        except CheckpointError as error:
             problem = error
     raise CheckpointError(str(problem)) from problem
 
@@ -117,6 +118,9 @@ def _load(
             if fabric.rank == 0:
                 reader.check_files()
             values = _Values.read(reader, fabric)
+            check_index(reader.index, values.shared, optimizer)
+            if random:
+                values.check_random(reader.index.folder / INDEX, fabric)
         except Exception as error:  # of whatever type: the other ranks are told, not left waiting
             problem = error
         _agree_usable(fabric, problem, "; nothing was loaded")
@@ -165,22 +169,33 @@ class _Values(NamedTuple):
         """Reads and checks them."""
         source = _source(reader.index, fabric)
 
-        def decoded(rank: int, name: str) -> Any:
-            value = reader.index.parts[rank].values.get(name)
-            return decode(value, f"{name} of rank {rank}", partial(reader.tensor_of, rank))
+        def value(rank: int, name: str) -> Any:
+            saved = reader.index.parts[rank].values.get(name)
+            file, where = reader.index.folder / INDEX, f"{name} of rank {rank}"
+            return decoded(file, saved, where, partial(reader.tensor_of, rank))
 
         made = cls(
-            shared=decoded(0, "shared"),
-            modules=decoded(0, "module"),
-            scheduler=decoded(0, "scheduler"),
-            loader=decoded(source.rank, "loader"),
-            extra=decoded(0, "extra"),
-            random=decoded(source.rank, "random"),
+            shared=value(0, "shared"),
+            modules=value(0, "module"),
+            scheduler=value(0, "scheduler"),
+            loader=value(source.rank, "loader"),
+            extra=value(0, "extra"),
+            random=value(source.rank, "random"),
             source=source,
         )
         if not all(isinstance(table, dict) for table in (made.shared, made.modules, made.random)):
-            raise CheckpointError(f"{reader.index.folder} lacks what rank 0 saves beside tensors")
+            raise CheckpointError(f"{reader.index.folder / INDEX} lacks what every rank saves beside tensors")
         return made
+
+    def check_random(self, file: Path, fabric: Fabric) -> None:
+        """Tries the random state, on generators of nobody's."""
+        try:
+            random_state.check(self.random, fabric.device)
+        except Exception as error:  # of whatever type: it comes from three libraries
+            raise InvalidIndexError(
+                f"{file}: random of rank {self.source.rank} is no state of random generators, {type(error).__name__}: "
+                f"{error}; load it with random=False"
+            ) from error
 
     def give(self, runtime: Runtime, scheduler: Any, loader: Any, random: bool) -> None:
         """Lets everybody go on from their state."""
@@ -212,7 +227,11 @@ def _source(index: Index, fabric: Fabric) -> random_state.Source:
     places = []
     for rank, part in enumerate(index.parts):
         place = part.values.get("place", [rank, 0, 1])  # older ones do not say
-        if not isinstance(place, list) or len(place) != 3 or any(type(number) is not int for number in place):
+        if (
+            not isinstance(place, list)
+            or len(place) != 3
+            or any(type(number) is not int or number < 0 for number in place)
+        ):
             raise CheckpointError(f"{index.folder} does not say where rank {rank} stood: {place!r}")
         places.append(random_state.Seat(*place))
     return random_state.source_of(random_state.Seat.of(fabric), fabric.world, places)
@@ -220,7 +239,7 @@ def _source(index: Index, fabric: Fabric) -> random_state.Source:
 
 def _agree_usable(fabric: Fabric, problem: Exception | None, after: str) -> None:
     """Raises on all ranks, and the same: that it is damaged, or what else went wrong, which no older one would mend."""
-    damaged = isinstance(problem, (CheckpointError, EncodingError))
+    damaged = isinstance(problem, CheckpointError)
     text = str(problem) if damaged else f"{type(problem).__name__}: {problem}"
     told = fabric.gather_objects(None if problem is None else (damaged, text))
     failed = [(one, f"rank {rank}: " * (fabric.world > 1) + one[1] + after) for rank, one in enumerate(told) if one]
@@ -268,6 +287,13 @@ def _check_fits(index: Index, runtime: Runtime, optimizer: ShardedOptimizer | No
             f"{index.folder} has the optimizer's groups divided otherwise ({[len(group) for group in saved]} "
             f"parameters, here {[len(group) for group in groups]}); build it with the same groups. Nothing was loaded"
         )
+    for name, kind in index.places:
+        state = state_name(kind)
+        if state is not None and not optimizer.piece_states.takes(state):
+            raise CheckpointError(
+                f"{index.folder} has {state!r} of {name!r}, which the host's optimizer has not; load it without "
+                "offload. Nothing was loaded"
+            )
 
 
 def _check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .format import CheckpointError
+from .format import CheckpointError, InvalidIndexError
 
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the model that it wraps."""
@@ -47,6 +47,7 @@ class Adapter:
         if not isinstance(config, dict) or config.get("peft_type") != "LORA":
             kind = config.get("peft_type") if isinstance(config, dict) else config
             raise CheckpointError(f"adapter {name!r} is {kind}, and only LoRA is exported; save it with PEFT instead")
+        _check_scales(name, config)
         return cls(name, config)
 
     def scale(self, module: str) -> float:
@@ -54,6 +55,21 @@ class Adapter:
         rank = _by_pattern(self.config.get("rank_pattern"), module, self.config["r"])
         alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config["lora_alpha"])
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
+
+
+def _check_scales(name: str, config: Mapping[str, Any]) -> None:
+    """What a scale is found from."""
+    for key in ("r", "lora_alpha"):
+        patterns = config.get({"r": "rank_pattern"}.get(key, "alpha_pattern")) or {}
+        if not isinstance(patterns, dict):
+            raise InvalidIndexError(f"adapter {name!r} has patterns of {key} that are {patterns!r}, not a table")
+        for pattern, value in (("", config.get(key)), *patterns.items()):
+            if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value <= 0):
+                raise InvalidIndexError(f"adapter {name!r} has {key} = {value!r}{f' for {pattern!r}' * bool(pattern)}")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise InvalidIndexError(f"adapter {name!r}: {pattern!r} is no pattern, {error}") from error
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

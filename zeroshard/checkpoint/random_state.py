@@ -64,6 +64,25 @@ def read(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def check(state: dict[str, Any], device: torch.device) -> None:
+    """Raises, of whatever type, where ``restore`` or ``begin_anew`` would: sets generators that nobody uses."""
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(state["python"])
+    if type(state["seed"]) is not int:
+        raise TypeError(f"{state['seed']!r} is no seed")
+    if device.type == "cuda" and "cuda" in state:
+        torch.Generator(device).set_state(state["cuda"])
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.RandomState().set_state(_numpy_state(state))
+
+
+def _numpy_state(state: dict[str, Any]) -> tuple[Any, ...]:
+    numpy: Any = sys.modules["numpy"]
+    name, keys, *rest = state["numpy"]
+    return name, numpy.array(keys, dtype=numpy.uint32), *rest
+
+
 def restore(state: dict[str, Any], device: torch.device) -> None:
     """Goes on where ``read`` was."""
     torch.set_rng_state(state["torch"])
@@ -72,8 +91,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+        numpy.random.set_state(_numpy_state(state))
 
 
 def begin_anew(state: dict[str, Any], data_rank: int) -> None:

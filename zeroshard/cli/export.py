@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zeroshard.checkpoint.export import export
-from zeroshard.checkpoint.format import CheckpointError
+from zeroshard.checkpoint.format import CheckpointError, InvalidIndexError
 from zeroshard.checkpoint.shards import SHARD_BYTES
 from zeroshard.checks import DTYPES
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except (CheckpointError, OSError) as error:
         print(f"zeroshard export: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidIndexError) else 1
     for file in files:
         print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
     if not any(file.name.endswith("config.json") for file in files):

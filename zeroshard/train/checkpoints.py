@@ -35,6 +35,15 @@ class Origin:
     ranks: int
     batch: int
 
+    @classmethod
+    def read(cls, value: Any) -> Self | None:
+        """As a checkpoint has it; None if it is none."""
+        if not isinstance(value, dict) or value.keys() != {"ranks", "batch"}:
+            return None
+        if any(type(number) is not int or number < 1 for number in value.values()):
+            return None
+        return cls(**value)
+
     def share(self, ranks: int) -> int:
         """Return the sequences of each rank when there are this many."""
         if self.ranks * self.batch % ranks:
@@ -75,7 +84,12 @@ class Start:
         for name, mine in (("model", asdict(job.model)), ("data", asdict(job.data)), ("seed", job.train.seed)):
             if saved.get(name) != mine:
                 raise ResumeError(f"--resume {resume}: the run had {name} = {saved.get(name)}, this job has {mine}")
-        origin = Origin(**saved["origin"])
+        origin, step = Origin.read(saved["origin"]), saved.get("step")
+        if origin is None or type(step) is not int or step < 0:
+            raise ResumeError(
+                f"--resume {resume}: {path} says of the run origin = {saved['origin']!r} and step = {step!r}, which "
+                "are not ranks and a batch, and a count: it was edited, so resume from another"
+            )
         share = origin.share(ranks)
         had = {name: saved[name] for name in KEPT if name in saved}
         now = {name: getattr(job.train, name) for name in KEPT}
