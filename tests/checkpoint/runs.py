@@ -95,10 +95,10 @@ class Positions:
         self.next += 1
         return made + random.random()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         return {"next": self.next}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next = state["next"]
 
 

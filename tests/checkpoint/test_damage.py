@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint.forging import forge, index_of
-from tests.checkpoint.runs import Run, difference
+from tests.checkpoint.runs import Positions, Run, difference
 from tests.models import loss_of, net
 from tests.ranks import Pool
 from zeroshard import CheckpointError
@@ -313,18 +313,26 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     train(model, optimizer)
 
 
+class LargePositions(Positions):
+    """Makes every rank's file larger than anything else that a rank writes, the store of the group among it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "ballast": torch.zeros(1 << 20, dtype=torch.uint8)}
+
+
 def full_disk(folder: str) -> None:
-    """Rank 1 may write no more than a few bytes to a file."""
+    """Rank 1 may write no more than half of its part to a file."""
     import resource
 
     run = Run({"stage": 3})
+    run.loader = LargePositions()
     run.train(1)
     run.save(folder, extra="good")
     good = run.everything()
     run.train(1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if torch.distributed.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, limits[1]))
     try:
         for asynchronous in (False, True):
             with pytest.raises(
@@ -337,6 +345,7 @@ def full_disk(folder: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     after = run.everything()
     other = Run({"stage": 2}, seed=2)
+    other.loader = LargePositions()
     assert other.load(folder) == "good"  # what was there is there
     assert difference(other.everything(), good) is None
     run.save(folder, extra="again")
