@@ -17,7 +17,14 @@ LAYERS = [
     {"checkpoint.save"},
     {"checkpoint.background", "checkpoint.snapshot"},
     {"checkpoint.fill", "checkpoint.shards"},
-    {"checkpoint.contents", "checkpoint.folder", "checkpoint.read", "checkpoint.lora", "checkpoint.output"},
+    {
+        "checkpoint.checked",
+        "checkpoint.contents",
+        "checkpoint.folder",
+        "checkpoint.lora",
+        "checkpoint.output",
+        "checkpoint.read",
+    },
     {
         "checkpoint.agreement",
         "checkpoint.claim",

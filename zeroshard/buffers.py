@@ -2,7 +2,7 @@
 
 (With tensor parallelism: the first rank that has the same part of the model, whose buffers may be of that part.)
 DDP broadcasts them before every forward. Here a step does, and only if some rank wrote to one since the last: a model
-whose buffers are constants pays nothing.
+whose buffers are constants pays nothing. With ``on_nonfinite`` a copy of each is kept, and renewed twice a step.
 """
 
 from __future__ import annotations
@@ -130,14 +130,15 @@ def _repeats(buffer: Tensor) -> bool:
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """All of each kind at once, past autograd."""
-    kinds: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    kinds: dict[tuple[bool, torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         to, of = parallel.local(target.data), parallel.local(source.data)
-        into, out_of = kinds.setdefault((to.dtype, to.device, to.layout), ([], []))
+        plain = to.layout is torch.strided and not any(one.is_conj() or one.is_neg() for one in (to, of))
+        into, out_of = kinds.setdefault((plain, to.dtype, to.device), ([], []))
         into.append(to)
         out_of.append(of)
-    for (_, _, layout), (into, out_of) in kinds.items():
-        if layout is torch.strided:
+    for (plain, *_), (into, out_of) in kinds.items():
+        if plain:
             compat.copy_all(into, out_of)
         else:
             for to, of in zip(into, out_of, strict=True):

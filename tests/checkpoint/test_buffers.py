@@ -233,3 +233,19 @@ def test_a_checkpoint_that_is_loaded_lifts_a_stop(tmp_path: Path) -> None:
     optimizer.zero_grad()
     zeroshard.load(tmp_path / "good", model, optimizer)
     train(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:step")
+@pytest.mark.parametrize("kind", ["sparse", "conjugate"])
+def test_buffers_of_other_layouts_outlive_a_bad_step(kind: str) -> None:
+    buffer = torch.eye(4).to_sparse() if kind == "sparse" else torch.ones(4, dtype=torch.complex64).conj()
+    model: nn.Module = nn.Linear(4, 4)
+    model.register_buffer("other", buffer)
+    model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), on_nonfinite="skip")
+    train(model, optimizer)
+    train(model, optimizer, math.nan)
+    assert optimizer.skipped_steps == 1
+    assert model.other is buffer
+    assert torch.equal(
+        model.other.to_dense(), torch.eye(4) if kind == "sparse" else torch.ones(4, dtype=torch.complex64)
+    )

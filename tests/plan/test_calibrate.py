@@ -91,3 +91,14 @@ def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPat
     assert min(found["launch.crowded"], found["launch.interrupted"]) >= 1
     assert 0 < found["launch.forward"] < 1
     assert measuring.with_values(load("h200"), found).launch.forward == found["launch.forward"]
+
+
+def test_what_goes_wrong_beside_a_measurement_is_raised_where_it_ends() -> None:
+    class Broken(HostUpdate):
+        def run(self) -> None:
+            raise ArithmeticError("the kernel is ill")
+
+    with Broken(torch.device("cpu"), 1 << 10) as update:
+        crowd = Repeated(update)
+        with pytest.raises(ArithmeticError, match="ill"), crowd:
+            pass

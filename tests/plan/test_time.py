@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zeroshard.offload.options import Offload
+from zeroshard.plan import time
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load
 from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
@@ -195,6 +196,15 @@ def test_the_host_takes_time_for_each_unit_however_small() -> None:
     counted = replace(slow, launch=replace(slow.launch, host=1e-3))
     longer = step_time(GPT, setup, counted).total - step_time(GPT, setup, slow).total
     assert longer == pytest.approx(49 * 1e-3, rel=0.05), "48 blocks and the root"
+
+
+@pytest.mark.parametrize("layers", [1, 4, 24])
+def test_many_micro_batches_take_as_long_as_if_all_were_laid_out(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Transformer(layers=layers, hidden=4096, heads=32, vocabulary=1000, positions=128)
+    setup = Setup(stage=3, world=2, batch=1, sequence=128, offload=Offload(blocking=True), micro_batches=60)
+    shortened = step_time(model, setup, LAUNCHED).total
+    monkeypatch.setattr(time, "LAID_OUT", 60)
+    assert shortened == pytest.approx(step_time(model, setup, LAUNCHED).total, rel=0.03)
 
 
 def test_the_loss_passes_over_its_logits() -> None:

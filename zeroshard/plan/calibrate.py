@@ -26,7 +26,7 @@ from .host_update import BYTES as UPDATE_BYTES
 from .host_update import HostUpdate, Repeated
 from .launching import launch_seconds
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine, load
-from .stopwatch import seconds_of
+from .stopwatch import seconds_of, settled_seconds_of
 
 HOST_PARAMETERS = 48 << 20
 """Updated at a time, 0.7 GB of states: more than a cache holds."""
@@ -65,7 +65,7 @@ def calibrate(device: torch.device | None = None) -> Calibration:
     found |= _measure_device(device, base, known)
     with HostUpdate(device, HOST_PARAMETERS) as update:
         crowd = Repeated(update)
-        if device.type == "cuda":
+        if device.type == "cuda" and not _several():  # among others it would be their collectives that are timed
             found |= launch_seconds(device, crowd)
         found |= _measure_host(update, crowd)
     found |= _measure_copies(device)
@@ -77,8 +77,7 @@ def calibrate(device: torch.device | None = None) -> Calibration:
 def nearest_profile(device: torch.device) -> tuple[Machine, bool]:
     """The profile to start from, and whether it is this very device's."""
     name = _base_name(device)
-    known = device.type == "cpu" or name.upper() in torch.cuda.get_device_name(device).upper()
-    return load(name), known and device.type == "cuda"
+    return load(name), device.type == "cuda" and name.upper() in torch.cuda.get_device_name(device).upper()
 
 
 def _base_name(device: torch.device) -> str:
@@ -137,7 +136,12 @@ def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
 
 def _measure_host(update: HostUpdate, crowd: Repeated) -> dict[str, float]:
     """Through the kernel that updates; all ranks of a node at once, and beside a device's thread if there is one."""
-    seconds = statistics.median(crowd.taken) if crowd.taken else seconds_of(update.run, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    if _several():
+        dist.barrier()
+        seconds = settled_seconds_of(update.run, cpu)
+    else:
+        seconds = statistics.median(crowd.taken) if crowd.taken else seconds_of(update.run, cpu)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
         "host.bandwidth": ranks * HOST_PARAMETERS * UPDATE_BYTES / seconds,
@@ -157,7 +161,7 @@ def _measure_copies(device: torch.device) -> dict[str, float]:
 
 def _measure_links(device: torch.device) -> dict[str, float]:
     """All-reduces of next to nothing and of much: latency of a step and bandwidth of a ring."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _several():
         return {}
     world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found: dict[str, float] = {}
@@ -205,8 +209,13 @@ def _local_ranks(device: torch.device) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def _several() -> bool:
+    """Whether other ranks measure with this one."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _of_first_rank(value: tuple[dict[str, float], float], device: torch.device) -> tuple[dict[str, float], float]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _several():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, device=device)

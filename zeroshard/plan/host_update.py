@@ -47,6 +47,7 @@ class Repeated:
         self._update = update
         self._wanted = False
         self._thread = threading.Thread()
+        self._error: BaseException | None = None
         self.taken: list[float] = []
         """Seconds of each update so far."""
 
@@ -58,9 +59,14 @@ class Repeated:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._wanted = False
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def _repeat(self) -> None:
-        while self._wanted:
-            begin = time.perf_counter()
-            self._update.run()
-            self.taken.append(time.perf_counter() - begin)
+        try:
+            while self._wanted:
+                begin = time.perf_counter()
+                self._update.run()
+                self.taken.append(time.perf_counter() - begin)
+        except BaseException as error:  # raised where it is waited for
+            self._error = error

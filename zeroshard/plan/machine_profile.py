@@ -195,6 +195,9 @@ def parse(name: str, data: Mapping[str, Any]) -> Machine:
     half = data.get("half", "bf16")
     if half not in ("bf16", "fp16"):
         raise ValueError(f'machine {name!r}: half={half!r} must be "bf16" or "fp16"')
+    for key in ("crowded", "interrupted"):
+        if getattr(parts["launch"], key) < 1:
+            raise ValueError(f"machine {name!r}: launch.{key} is how many times as long, so at least 1")
     efficiency = parts["device"].efficiency
     if efficiency > 1:
         raise ValueError(f"machine {name!r}: device.efficiency={efficiency!r} must be at most 1")

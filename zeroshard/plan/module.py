@@ -19,7 +19,7 @@ from .memory import state_tensors
 from .models import describe
 from .shape import Setup, Transformer
 from .trace import trace
-from .units import module_units
+from .units import buffer_bytes, module_units
 
 
 def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int) -> Setup:
@@ -49,7 +49,7 @@ def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Trans
     """The module as the plan takes it, its kind where times can be foreseen, and why activations are not known."""
     width = None if config.precision.parameters is None else setup.width
     units = module_units(model, width, config.max_unit_bytes, config.units)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    buffers = buffer_bytes(model)
     nothing = (0,) * len(units)
     plain = Traced(type(model).__name__, units, buffers, Activations(0, nothing, 0, nothing, nothing))
     if config.example is None:

@@ -16,6 +16,7 @@ What overlaps with what is what the runtime does (DESIGN: "The life of a unit"):
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -34,7 +35,7 @@ STEPS = 4
 AHEAD = 16
 """Units that are launched ahead of the device, at most: a queue holds about a thousand kernels."""
 LAID_OUT = 3
-"""Micro-batches that are laid out; more of them take as long as the last one each."""
+"""Micro-batches that are laid out, at least; more of them take as long as the last one each."""
 
 
 class Bottleneck(Enum):
@@ -100,12 +101,15 @@ def step_time(model: Transformer | Work, setup: Setup, machine: Machine) -> Step
     >>> step_time(gpt, Setup(stage=0, batch=8), load("h200")).bottleneck
     <Bottleneck.COMPUTE: 'compute'>
     """
-    if setup.micro_batches <= LAID_OUT:
+    laid_out = LAID_OUT
+    if setup.micro_batches > LAID_OUT:  # until the thread is as far ahead as it can be
+        laid_out += math.ceil(2 * AHEAD / UnitCosts(model, setup, machine).count)
+    if setup.micro_batches <= laid_out:
         return _Step(model, setup, machine).measure()
     fewer, most = (
-        _Step(model, replace(setup, micro_batches=count), machine).measure() for count in (LAID_OUT - 1, LAID_OUT)
+        _Step(model, replace(setup, micro_batches=count), machine).measure() for count in (laid_out - 1, laid_out)
     )
-    more = setup.micro_batches - LAID_OUT
+    more = setup.micro_batches - laid_out
     parts = {
         entry.name: getattr(most, entry.name) + more * (getattr(most, entry.name) - getattr(fewer, entry.name))
         for entry in fields(StepTime)

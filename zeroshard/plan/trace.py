@@ -22,7 +22,7 @@ from ..checks import DTYPES
 from ..layout import UnitSpec, find_units
 from .activations import Activations
 from .budget import Traced
-from .units import module_units
+from .units import buffer_bytes, module_units
 
 TARGETS = ("labels", "targets")
 """What forward may call what it is to predict; with it most models return a loss."""
@@ -43,7 +43,7 @@ def trace(
     Its outputs are summed to a loss where they are none yet.
     """
     dtype = DTYPES[precision]
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    buffers = buffer_bytes(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

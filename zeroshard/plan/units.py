@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..layout import ALIGNMENT, divide_into_flats, find_units, round_up
 from ..parallel import divided, local_numel, share_numel
@@ -145,3 +146,23 @@ def _block(model: Transformer, parallel: int) -> _Part:
 
 def _norm(model: Transformer) -> list[int]:
     return [model.hidden] * (2 if model.biases else 1)
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """Of a model's buffers; of a sparse one, its indices and values.
+
+    >>> class Graph(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.register_buffer("edges", torch.eye(3).to_sparse())
+    >>> buffer_bytes(Graph())
+    60
+    """
+    return sum(_bytes_of(buffer) for buffer in model.buffers())
+
+
+def _bytes_of(buffer: Tensor) -> int:
+    if buffer.layout is not torch.sparse_coo:
+        return buffer.nbytes
+    whole = buffer.detach().coalesce()
+    return whole.indices().nbytes + whole.values().nbytes
