@@ -12,6 +12,7 @@ memory, and fill a model and an optimizer that are there. zeroshard computes and
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -64,13 +65,23 @@ def timed(what: Callable[[], Any]) -> float:
 
 
 def work(rank: int, asked: argparse.Namespace, folder: str, store: str, results: str) -> None:
-    """One rank: both kinds of checkpoint in turn, round by round."""
+    """One rank."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // asked.ranks))
     backend = "gloo" if asked.device == "cpu" else "nccl"
     device = torch.device(asked.device) if asked.device == "cpu" else torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, store=dist.FileStore(store, asked.ranks), rank=rank, world_size=asked.ranks)
+    rounds = measure(rank, asked, folder, device)
+    gc.collect()  # the models go before the groups that they talk through
+    if rank == 0:
+        Path(results).write_text(json.dumps(rounds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(rank: int, asked: argparse.Namespace, folder: str, device: torch.device) -> list[dict[str, float]]:
+    """Both kinds of checkpoint in turn, round by round."""
     ours = model_of(asked.parameters).to(device)
     ours, optimizer = zeroshard.shard(ours, torch.optim.AdamW(ours.parameters()), stage=3)
     theirs = model_of(asked.parameters).to(device)
@@ -119,10 +130,7 @@ def work(rank: int, asked: argparse.Namespace, folder: str, store: str, results:
         if rank == 0:
             told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.items())
             print(f"round {number} of {asked.rounds}: {told}", file=sys.stderr, flush=True)
-    if rank == 0:
-        Path(results).write_text(json.dumps(rounds))
-    dist.barrier()
-    dist.destroy_process_group()
+    return rounds
 
 
 def ratios(rounds: list[dict[str, float]], of: str, to: str) -> list[float]:
