@@ -318,7 +318,11 @@ def _check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric) -> N
 def _position(index: Index, rank: int) -> Any:
     """A rank's loader as it was saved, with what large tensors hold in place of their names."""
     part = index.parts[rank]
-    held = {entry.name: entry[2:] for entry in part.entries if entry.kind == tensor_kind(rank)}
+    held = {
+        entry.name: (entry.shape, entry.dtype, entry.checksums)
+        for entry in part.entries
+        if entry.kind == tensor_kind(rank)
+    }
 
     def shown(value: Any) -> Any:
         if isinstance(value, list):
@@ -326,8 +330,7 @@ def _position(index: Index, rank: int) -> Any:
         if not isinstance(value, dict):
             return value
         if value.get(TAG) == "large":
-            shape, _, dtype, _, checksums = held.get(str(value.get("name")), (None,) * 5)
-            return shape, dtype, checksums
+            return held.get(str(value.get("name")))
         return {key: shown(entry) for key, entry in value.items()}
 
     return shown(part.values["loader"])

@@ -84,7 +84,8 @@ class Host:
 class Launch:
     """What the thread that drives the device needs for one unit, however little there is to compute; seconds.
 
-    A model whose units compute for less time than that is as fast as they are launched. Zero is: not known.
+    A model whose units compute for less time than that is as fast as they are launched. Zero is: not known, as is
+    a factor of 1.
     """
 
     forward: float = 0.0
@@ -102,7 +103,7 @@ class Launch:
     hand_over: float = 0.0
     """In a step: telling the host to update."""
     host: float = 0.0
-    """Of the host's own threads: a unit's update, apart from what its memory takes."""
+    """Of the host's own threads, from being told on: a unit's update, apart from what its memory takes."""
     update: float = 0.0
     """On the device."""
     step: float = 0.0
