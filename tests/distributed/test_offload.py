@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,6 @@ from tests.offload.scenarios import (
     assert_close_result,
     assert_same_result,
     grouped,
-    one_thread,
     plain,
     seeded,
     sgd,
@@ -47,11 +45,7 @@ from tests.ranks import on_ranks
 from tests.training import assert_same
 from zeroshard import Offload
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SPLIT_CASES = [

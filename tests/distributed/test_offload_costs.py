@@ -6,7 +6,7 @@ import gc
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +28,13 @@ from tests.distributed.offloaded import (
 from tests.models import loss_of, net
 from tests.offload.scenarios import (
     adamw,
-    one_thread,
     small,
 )
 from tests.ranks import on_ranks
 from zeroshard import Offload, OffloadError, StallError, machine
 from zeroshard.offload import pipeline
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def live_bytes() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.offload.scenarios import (
     SCENARIOS,
     adamw,
     assert_same_result,
-    one_thread,
     slow_host,
     small,
 )
@@ -31,11 +29,7 @@ from tests.ranks import on_ranks
 from tests.training import assert_close, assert_same
 from zeroshard import Offload
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def delayed_by_hand(

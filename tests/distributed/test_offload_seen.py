@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,6 @@ from tests.offload.scenarios import (
     adamw,
     assert_close_result,
     grouped,
-    one_thread,
     seeded,
     sgd,
     slow_host,
@@ -41,11 +39,7 @@ from tests.ranks import on_ranks
 from tests.training import assert_close, assert_same, refused
 from zeroshard import Offload
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @on_ranks(2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,17 +9,12 @@ from tests.offload.scenarios import (
     SCENARIOS,
     assert_close_result,
     assert_same_result,
-    one_thread,
     slow_host,
 )
 from tests.ranks import on_ranks
 from zeroshard import Offload
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +11,11 @@ from torch import nn
 
 import zeroshard
 from tests.models import loss_of, net
-from tests.offload.scenarios import SCENARIOS, adamw, assert_close_result, assert_same_result, one_thread
+from tests.offload.scenarios import SCENARIOS, adamw, assert_close_result, assert_same_result
 from zeroshard import Config, Offload, Precision
 from zeroshard.config import problems
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def shard(model: nn.Module | None = None, make: Any = adamw, **options: Any) -> Any:

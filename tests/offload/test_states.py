@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +9,13 @@ import torch
 
 import zeroshard
 from tests.models import net
-from tests.offload.scenarios import adamw, micro_batches, momentum, one_thread, plain, sgd
+from tests.offload.scenarios import adamw, micro_batches, momentum, plain, sgd
 from zeroshard import Offload
 from zeroshard.offload.arena import ALIGNMENT, Arena
 from zeroshard.offload.pipeline import HIGH_HALVES, RING
 from zeroshard.offload.states import HostBytes, HostStates, bytes_of, join, remainder, round_to, wanted
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
