@@ -8,15 +8,15 @@ them: what lies in memory by chance is soon no number, and a device multiplies t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,15 @@ class DelayedGroup(dist.ProcessGroup):
     made = 0
     spent = 0.0
     """Seconds of communication since it was last set to zero."""
+    asked: ClassVar[Counter[torch.dtype]] = Counter()
+    """Elements it was asked to move, but for single numbers, since it was last cleared; an all-reduce counts twice."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         DelayedGroup.made += 1  # torch names and registers its own groups only
         self._name = f"delayed-{DelayedGroup.made}"
         torch._C._distributed_c10d._register_process_group(self._name, self)
+        self._nobody = torch._C._distributed_c10d.FakeProcessGroup._create_internal(rank, size)
 
     @property
     def group_name(self) -> str:
@@ -66,8 +69,14 @@ class DelayedGroup(dist.ProcessGroup):
         """What torch asks a group for."""
         return "delayed"
 
-    def _delay(self, size: float, passes: int = 1) -> None:
-        seconds = passes * self.link.seconds(size, self.size())
+    def _finished(self) -> Any:
+        return self._nobody.barrier()  # a work that is done, whatever is asked of it
+
+    def _delay(self, whole: Sequence[Tensor], passes: int = 1) -> None:
+        for tensor in whole:
+            if tensor.numel() > 1:
+                DelayedGroup.asked[tensor.dtype] += passes * tensor.numel()
+        seconds = passes * self.link.seconds(sum(tensor.nbytes for tensor in whole), self.size())
         if not seconds:
             return
         DelayedGroup.spent += seconds
@@ -80,48 +89,43 @@ class DelayedGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output: Tensor, source: Tensor, options: Any = None) -> Any:
         output.view(self.size(), -1).copy_(source.reshape(1, -1).expand(self.size(), -1))
-        self._delay(output.nbytes)
-        return _finished(output)
+        self._delay([output])
+        return self._finished()
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: Any = None) -> Any:
         output.view(-1).copy_(source.view(self.size(), -1)[self.rank()])
-        self._delay(source.nbytes)
-        return _finished(output)
+        self._delay([source])
+        return self._finished()
 
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # torch 2.13's names
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
         """Reduce-scatter and all-gather."""
-        self._delay(sum(tensor.nbytes for tensor in tensors), passes=2)
-        return _finished(tensors)
+        self._delay(tensors, passes=2)
+        return self._finished()
 
     def allgather(self, outputs: list[list[Tensor]], sources: list[Tensor], options: Any = None) -> Any:
         """Used for Python objects."""
         for targets, source in zip(outputs, sources, strict=True):
             for target in targets:
                 target.copy_(source)
-        return _finished(outputs)
+        return self._finished()
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:
         """Takes this rank's values."""
-        return _finished(tensors)
+        return self._finished()
 
     def barrier(self, options: Any = None) -> Any:
         """Nobody else is there."""
-        return _finished([])
-
-
-def _finished(value: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+        return self._finished()
 
 
 @contextmanager
 def delayed_world(size: int, link: Link) -> Iterator[None]:
     """A world of ``size`` ranks, of which only this one is real, over a given link."""
-    DelayedGroup.link, DelayedGroup.cycles_a_second = link, _cycles_a_second()
-    DelayedGroup.wire = torch.cuda.Stream()
+    DelayedGroup.link = link
+    if link.latency:  # without one also on a CPU
+        DelayedGroup.cycles_a_second, DelayedGroup.wire = _cycles_a_second(), torch.cuda.Stream()
     if "delayed" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             "delayed", lambda store, rank, size, timeout: DelayedGroup(rank, size), devices=["cuda", "cpu"]

@@ -5,8 +5,8 @@
 
 On a GPU every configuration runs for real, alone or as one rank of a fake world (whose collectives move nothing and
 take no time: the plan's links are then infinitely fast). Model states are the storages of live tensors between backward
-and step, peaks are torch's ``max_memory_allocated``, volume is counted at the dispatcher, steps are timed from one to
-the next, all configurations in turn and twice. Nothing is read from the runtime's own ledger. Without a GPU, small
+and step, peaks are torch's ``max_memory_allocated``, volume is counted by the process group, steps are timed from one
+to the next, all configurations in turn and twice. Nothing is read from the runtime's own ledger. Without a GPU, small
 models: states from live tensors, peaks from runs without values, no times.
 
 Times and memory may be measured by two runs, whose files a third one adds up.
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
+from benchmarks.delayed_group import LINKS, DelayedGroup, delayed_world
 from benchmarks.plan_cases import Case, Measured, cases
 from benchmarks.plan_compare import Compared, Recommendation, as_json, compare, recommendations, show, verdicts
 from zeroshard import compat
@@ -42,31 +42,6 @@ from zeroshard.train.gpt import GPT
 
 WARM, TIMED = 3, 6
 """Steps. The first two learn the order of units and make the optimizer's states."""
-
-
-class Volume(TorchDispatchMode):
-    """Elements of parameters and gradients that collectives are asked to move, seen where torch dispatches them."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._dtype = dtype
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            tensors = [tensor for tensor in _tensors(args) if tensor.dtype is self._dtype and tensor.numel() > 1]
-            if tensors:
-                twice = 2 if "allreduce" in str(func) else 1
-                self.elements += twice * max(tensor.numel() for tensor in tensors)
-        return func(*args, **(kwargs or {}))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry)
 
 
 def live(device: torch.device) -> dict[int, int]:
@@ -82,8 +57,8 @@ def live(device: torch.device) -> dict[int, int]:
 
 @contextmanager
 def ranks(world: int) -> Iterator[None]:
-    """One rank of a fake world, or nobody but this process."""
-    with compat.one_rank_of(world, 0) if world > 1 else nullcontext():
+    """One rank of a world whose other ranks are not there and take no time, or nobody but this process."""
+    with delayed_world(world, LINKS[""]) if world > 1 else nullcontext():
         yield
 
 
@@ -138,10 +113,11 @@ def measure(case: Case, device: torch.device) -> Measured:
             run.step()
             run.settle()
         peak = torch.cuda.max_memory_allocated() - allocated if cuda else 0
-        with Volume(_dtype(case)) as volume:
-            run.backward()
-            run.step()
-            run.settle()
+        DelayedGroup.asked.clear()
+        run.backward()
+        run.step()
+        run.settle()
+        volume = DelayedGroup.asked[_dtype(case)]
         run.backward()
         if case.offload is None or not case.offload.update_in_backward:
             run.optimizer.clip_grad_norm_(1e9)  # settles reduces under way
@@ -152,7 +128,7 @@ def measure(case: Case, device: torch.device) -> Measured:
         run.settle()
         del run
     _clean()
-    return Measured(states, host, peak if cuda else _peak_without_values(case), volume.elements)
+    return Measured(states, host, peak if cuda else _peak_without_values(case), volume)
 
 
 def seconds_of_a_step(case: Case, device: torch.device) -> float:

@@ -8,11 +8,24 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
 from tests.models import loss_of, net
+from zeroshard import compat
 from zeroshard.comm import Fabric
+
+
+class Operations(compat.OperationWatch):
+    """Counts the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def see(self, tensors: list[Tensor]) -> None:
+        self.count += 1
 
 
 @pytest.fixture
@@ -44,13 +57,33 @@ def test_a_rank_of_eight_holds_and_moves_what_the_paper_says(stage: int, world_o
     assert stats.volume_elements == pytest.approx(factor * stats.padded_parameters)
 
 
-def test_gradients_of_ranks_that_are_not_there_are_taken_to_be_its_own(world_of_eight: int) -> None:
+def test_values_of_ranks_that_are_not_there_are_taken_to_be_its_own(world_of_eight: int) -> None:
     lane = Fabric(torch.device("cpu"), stall_timeout=10.0).reduces
     whole, shard = torch.arange(2.0 * world_of_eight), torch.full((2,), math.nan)
     lane.reduce_scatter(whole, shard, "some").wait()
     assert shard.tolist() == [6.0, 7.0]
     lane.all_reduce(whole, "all").wait()
     assert torch.equal(whole, torch.arange(2.0 * world_of_eight))
+    lane.all_gather(whole, shard, "some").wait()
+    assert whole.tolist() == [6.0, 7.0] * world_of_eight
+    mine = whole.fill_(math.nan)[6:8].fill_(2.0)  # a shard that is the very slice
+    lane.all_gather(whole, mine, "some").wait()
+    assert whole.tolist() == [2.0] * 2 * world_of_eight
+    whole.copy_(torch.arange(2.0 * world_of_eight))
+    lane.reduce_scatter(whole, mine, "some").wait()
+    assert torch.equal(whole, torch.arange(2.0 * world_of_eight))
+
+
+def test_a_gather_costs_as_many_operations_in_a_large_world_as_in_a_small_one() -> None:
+    counts = []
+    for world in (4, 256):
+        with compat.one_rank_of(world, 1):
+            lane = Fabric(torch.device("cpu"), stall_timeout=10.0).gathers
+            whole, shard = torch.zeros(world), torch.ones(1)
+            with Operations() as seen:
+                lane.all_gather(whole, shard, "some").wait()
+            counts.append(seen.count)
+    assert counts[0] == counts[1]
 
 
 def test_without_a_process_group_it_is_a_world_of_one_and_parameters_stay_readable() -> None:

@@ -1,10 +1,12 @@
-"""An ordered sequence of collectives, and the three transports that carry it.
+"""An ordered sequence of collectives, and the four transports that carry it.
 
 A *lane* is one process group and, on CUDA, one stream. Within it all ranks issue the same operations in the same
 order; a running hash of them is compared once a step (``Reducer.agree``).
 
-Three transports carry a lane: nothing (a world of one), point-to-point messages (Gloo on CPU, whose own all-gather and
-reduce-scatter allocate a whole extra buffer and take 2-3 times as long), or the backend's collectives.
+Four transports carry a lane: nothing (a world of one); copies of this rank's values in place of the others' (torch's
+"fake" backend, for one rank of a world that is not there, whose own gather is a launch for every rank); point-to-point
+messages (Gloo on CPU, whose own all-gather and reduce-scatter allocate a whole extra buffer and take 2-3 times as
+long); or the backend's collectives.
 """
 
 from __future__ import annotations
@@ -104,6 +106,7 @@ class Lane:
         self.hash = 0
         self.log: deque[str] = deque(maxlen=LOG_LENGTH)
         self._by_message = ranks.backend == "gloo" and ranks.device.type == "cpu"
+        self._alone = ranks.backend == "fake"
 
     def all_gather(
         self, whole: Tensor, shard: Tensor, label: str, allocate: Callable[[], None] | None = None
@@ -124,7 +127,10 @@ class Lane:
         def run() -> None:
             if allocate is not None:
                 allocate()
-            all_gather(whole, shard, self.group)
+            if self._alone:
+                self._repeat(whole, shard)
+            else:
+                all_gather(whole, shard, self.group)
 
         return self._on_stream(run)
 
@@ -135,7 +141,10 @@ class Lane:
             return self._exchange_and_average(whole, shard, _tag("r", label))
 
         def run() -> None:
-            self._average_around(whole, shard, lambda op: _reduce_scatter(shard, whole, op, self.group))
+            if self._alone:
+                shard.view(-1).copy_(whole.view(self.world, -1)[self.rank])
+            else:
+                self._average_around(whole, shard, lambda op: _reduce_scatter(shard, whole, op, self.group))
 
         return self._on_stream(run)
 
@@ -154,7 +163,8 @@ class Lane:
             return _Messages(self, finish)
 
         def run() -> None:
-            self._average_around(whole, whole, lambda op: dist.all_reduce(whole, op, group=self.group))
+            if not self._alone:
+                self._average_around(whole, whole, lambda op: dist.all_reduce(whole, op, group=self.group))
 
         return self._on_stream(run)
 
@@ -195,16 +205,17 @@ class Lane:
         event.record(self.stream)
         return _OnStream(event)
 
+    def _repeat(self, whole: Tensor, shard: Tensor) -> None:
+        slices = whole.view(self.world, -1)
+        for others in (slices[: self.rank], slices[self.rank + 1 :]):  # two copies, however many ranks
+            others.copy_(shard.view(1, -1).expand_as(others))
+        slices[self.rank].copy_(shard.view(-1))
+
     def _average_around(
         self, inputs: Tensor, outputs: Tensor, reduce: Callable[[dist.ReduceOp.RedOpType], Any]
     ) -> None:
         if self._ranks.backend == "nccl":
             reduce(dist.ReduceOp.AVG)
-            return
-        if self._ranks.backend == "fake":  # of ranks that are not there, all of which have what this one has
-            reduce(dist.ReduceOp.SUM)
-            if outputs is not inputs:
-                outputs.copy_(inputs.tensor_split(self.world)[self.rank])
             return
         # Dividing first keeps fp16 sums from overflowing; for the others once, afterwards, is a smaller pass.
         first = inputs.dtype is torch.float16
