@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default the GPU, if there is one")
     parser.add_argument("--profile", type=Path, help="a calibrated profile; without one this machine is measured first")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose model, offload or precision has it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with it in their name, such as 'world 8'")
     parser.add_argument("--measure", choices=("all", "times", "memory", "nothing"), default="all")
     parser.add_argument("--rounds", type=int, default=2, help="how often each is timed, all in turn (default: 2)")
     parser.add_argument("--add", type=Path, nargs="*", default=[], help="what earlier runs have written")
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         machine = load(given.profile) if given.profile is not None else calibrate.calibrate(device).machine
     on_gpu = device.type == "cuda"
-    wanted = [case for case in cases(on_gpu) if given.only in f"{case.job.name} {case.way} {case.precision}"]
+    wanted = [case for case in cases(on_gpu) if given.only in case.name]
     known = recorded(given.add)
     found = {case: known.get(case.name, Measured()) for case in wanted}
 
