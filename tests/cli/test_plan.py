@@ -14,6 +14,7 @@ from tests.cli.test_main import exit_code
 from zeroshard.cli.main import parser
 from zeroshard.cli.train import _overrides
 from zeroshard.config import Config
+from zeroshard.plan.hardware import find_hardware
 from zeroshard.train.job import load_job
 
 HARDWARE = ("--gpus", "64", "--gpu-memory", "32", "--host-memory", "1500")
@@ -77,9 +78,63 @@ def test_the_recommended_command_of_a_preset_is_one_that_train_takes(capsys: pyt
     assert job.shard["offload"]["update_in_backward"], "host memory leaves no other"  # type: ignore[index]
 
 
+@pytest.mark.parametrize("preset", ["zero-8b", "zero-100b"])
+def test_the_recommended_command_trains_what_was_planned(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--gpus", "256", "--machine", "h200", "--seq", "512", "--batch", "2", "--no-checkpointing")
+    answer = asked(capsys, "--model", preset, *options, "--model-parallel", "1")
+    words = answer["recommended"]["command"].split()
+    arguments = parser().parse_args(words[words.index("train") :])
+    job = load_job(arguments.config, _overrides(arguments))
+    assert (job.model.sequence, job.train.batch, job.train.tensor_parallel) == (512, 2, 1)
+    assert not job.built_model.checkpointing
+    assert job.shard.get("activations") is None
+    assert answer["model"]["parameters"] == job.model.parameters, "positions are those of the sequence planned"
+
+
+def test_a_preset_whose_checkpoints_are_divided_is_planned_and_trained_alike(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--gpus", "256", "--machine", "h200", "--batch", "1", "--model-parallel", "1")
+    best = asked(capsys, "--model", "zero-100b", *options)["recommended"]
+    assert "--set shard.activations.partition=false" in best["command"], "there is nobody to divide them among"
+
+
+def test_several_micro_batches_are_a_loop_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "zero-8b", "--gpus", "8", "--machine", "h100", "--micro-batches", "4")
+    assert exit_code("plan", *options) == 0
+    shown = capsys.readouterr().out
+    assert "torchrun --nproc-per-node 8 train.py" in shown
+    assert "one micro-batch a step" in shown
+
+
 def test_nothing_fits_is_told_with_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("plan", "--model", "zero-170b", "--gpus", "1", "--gpu-memory", "16", "--host-memory", "64") == 1
     assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_what_is_lacking_is_told_of_device_and_host(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--gpus", "2", "--gpu-memory", "16", "--host-memory", "64", "--batch", "1")
+    assert exit_code("plan", "--model", "zero-100b", *options) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Stage 3, offload cpu, small comes nearest" in told
+    assert "GB of device memory and" in told
+    assert "GB of host memory. Use more GPUs or a smaller --seq." in told, "the batch is 1, and checkpointing is on"
+
+
+def test_a_row_says_whether_it_fits_where_there_are_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", "--model", "zero-7.5b", "--gpus", "64", "--machine", "v100") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {(line[0], line[1]): line for line in lines if line[:1] in (["0"], ["1"], ["2"], ["3"])}
+    assert "no" in rows["0", "cpu"], "the host is too small"
+    assert "yes" in rows["1", "none"]
+
+
+def test_machines_without_accelerators_have_ranks_that_share_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = asked(capsys, "--model", "zero-1.5b", "--machine", "cpu", "--gpus", "8", "--host-memory", "400")
+    assert answer["hardware"]["nodes"] == 4
+    assert answer["hardware"]["device_memory"] == 200e9
+    assert {row["offload"] for row in answer["rows"]} == {"none"}
+    assert 'precision="fp32"' in answer["recommended"]["shard"]
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +166,22 @@ def test_tokens_and_scale_are_answered(capsys: pytest.CaptureFixture[str]) -> No
     assert "GPU-hours" in capsys.readouterr().out
 
 
+def test_scale_says_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "zero-7.5b", "--machine", "v100", "--seq", "512", "--batch", "1")
+    points = asked(capsys, *options, "--gpus", "64", "--scale", "1..64")["scale"]
+    alone = asked(capsys, *options, "--gpus", "1")
+    assert not any(row["fits"] for row in alone["rows"] if row["offload"] == "none")
+    assert [point["fits"] for point in points] == [False] * 6 + [True]
+
+
+def test_devices_grow_in_nodes_of_the_machine_or_of_the_size_that_was_given() -> None:
+    assert find_hardware(gpus=2, profile="h100").grown(64) == find_hardware(gpus=64, profile="h100")
+    four_a_node = find_hardware(gpus=8, nodes=2, profile="h100").grown(64)
+    assert (four_a_node.nodes, four_a_node.per_node) == (16, 4)
+    assert four_a_node.machine is not None
+    assert four_a_node.machine.devices_per_node == 4
+
+
 def test_without_hardware_it_is_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("plan", "--model", "tiny") == 0
     assert "Take stage 0, offload none" in capsys.readouterr().out
@@ -132,6 +203,9 @@ def test_a_world_of_1024_is_planned_in_under_ten_seconds() -> None:
 def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("plan", "--paper") == 0
     assert "Formulas of the papers, and ours" in capsys.readouterr().out
+    answer = asked(capsys, "--paper")
+    assert answer["mean_error"] < 0.15
+    assert {claim["kind"] for claim in answer["claims"]} == {"formula", "measured", "fitted", "reached"}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +227,15 @@ def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "tiny", "--machine", "v10"], "did you mean 'v100'?"),
         (["--model", "tiny", "--machine", "v100", "--gpu-memory", "80"], "leave one of the two out"),
         (["--model", "tiny", "--gpu-memory", "32", "--batch", "0"], "at least 1, or max"),
-        (["--model", "tiny", "--gpu-memory", "32", "--seq", "4096"], "takes 64 tokens at most"),
+        (["--model", "tiny", "--gpus", "9", "--machine", "h100"], "say how they are spread with --nodes"),
+        (["--model", "tiny", "--gpus", "1000000000000", "--machine", "h100"], "nothing has more than"),
+        (["--model", "tiny", "--machine", "cpu", "--gpu-memory", "32"], "its memory is --host-memory"),
+        (["--model", "tiny", "--gpu-memory", "inf"], "and finite"),
+        (["--model", "tiny", "--gpu-memory", "32", "--partition", "--no-checkpointing"], "--no-checkpointing leaves"),
+        (["--max-model", "--gpu-memory", "32", "--tokens", "1e9"], "--tokens is about one model"),
+        (["--max-model", "--gpu-memory", "32", "--scale", "1..8"], "--scale is about one model"),
+        (["--paper", "--model", "tiny"], "--model would have no effect"),
+        (["--calibrate", "mine.toml", "--no-checkpointing"], "--checkpointing would have no effect"),
         (["--model", "tiny", "--gpu-memory", "32", "--seq", "0"], "--seq 0: must be above 0"),
         (["--model", "tiny", "--gpu-memory", "32", "--tokens", "-3"], "--tokens -3: must be above 0"),
         (["--model", "tiny", "--gpu-memory", "32", "--scale", "64..8"], "the smaller first"),

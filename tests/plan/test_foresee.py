@@ -87,6 +87,14 @@ def test_auto_changes_as_little_as_fits(memory: float, shards: int, stage: int, 
     assert f"stage {stage}, offload {'none' if offload is None else 'cpu'} chosen" in advice.chosen
 
 
+def test_auto_warns_where_nothing_it_may_take_fits() -> None:
+    advice = advise(gpu(0.1, host=0.1), 8, stage="auto", offload="auto")
+    assert advice.chosen is not None
+    assert "and even that may not fit" in advice.chosen
+    assert advice.warning is not None
+    assert "will not fit: a rank needs at least" in advice.warning
+
+
 def test_auto_never_changes_results_or_what_a_loop_may_do() -> None:
     for memory in (0.2, 0.4, 0.8, 1.6, 3.2):
         found = advise(gpu(memory), 4, stage="auto", offload="auto").offload

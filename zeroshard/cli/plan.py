@@ -21,7 +21,7 @@ from zeroshard.plan.choice import Row
 from zeroshard.plan.hardware import Hardware, find_hardware
 from zeroshard.plan.machine_profile import calibrated_file
 from zeroshard.plan.models import Subject, find_model
-from zeroshard.plan.scale import cost, doubling, scale
+from zeroshard.plan.scale import ScalePoint, cost, doubling, scale
 from zeroshard.plan.shape import Setup
 from zeroshard.process_group import end_process_group, start_process_group
 
@@ -107,7 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         if arguments.paper:
-            paper_table.render(console)
+            if arguments.json:
+                print(json.dumps(paper_table.as_json(), indent=2))
+            else:
+                paper_table.render(console)
             return 0
         if arguments.calibrate is not None:
             return _calibrate(arguments.calibrate, console)
@@ -123,9 +126,27 @@ def _check(arguments: argparse.Namespace) -> None:
     for option in ("seq", "micro_batches", "model_parallel", "tokens"):
         value = getattr(arguments, option)
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be above 0")
+            raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be above 0, and finite")
+    _refuse_unused(arguments)
     if arguments.max_model and arguments.batch == "max":
         raise ValueError("--batch max and --max-model both ask for the largest; give a number to one of them")
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Options that the question asked has no use for."""
+    known = {name: value for name, value in vars(arguments).items() if name not in ("run", "command", "argv")}
+    usual = {"micro_batches": (1,), "checkpointing": (None,)}
+    given = {name.replace("_", "-") for name, value in known.items() if value not in usual.get(name, (None, False))}
+    for question, used in (("paper", {"json"}), ("calibrate", set[str]())):
+        rest = sorted(given - used - {question})
+        if question in given and rest:
+            raise ValueError(f"--{question} goes alone: --{', --'.join(rest)} would have no effect")
+    for option in ("tokens", "scale"):
+        if arguments.max_model and option in given:
+            raise ValueError(f"--{option} is about one model; give that as --model, without --max-model")
+    for option in ("partition", "activation-offload"):
+        if arguments.checkpointing is False and option in given:
+            raise ValueError(f"--{option} is about checkpoints, and --no-checkpointing leaves none")
 
 
 def _calibrate(given: str, console: Console) -> int:
@@ -155,6 +176,10 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
         profile=arguments.machine,
     )
     subject = find_model(arguments.model) if arguments.model is not None else None
+    if subject is not None and subject.preset is not None and subject.transformer is not None and arguments.seq:
+        # A preset is trained with positions for as many tokens as it is given.
+        there = replace(subject.transformer, positions=arguments.seq)
+        subject = replace(subject, transformer=there, longest=None)
     setup = _setup(arguments, subject, hardware)
     if arguments.max_model:
         vocabulary = choice.VOCABULARY
@@ -238,18 +263,27 @@ def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict
             "gpu_hours": price.device_hours,
         }
     if arguments.scale is not None:
-        points = scale(row.work, row.setup, hardware.machine, doubling(*arguments.scale))
-        found["scale"] = [
-            {
-                "gpus": point.devices,
-                "step_seconds": point.time.total,
-                "tokens_a_second": point.tokens_a_second,
-                "efficiency": point.efficiency,
-                "exposed_communication": point.exposed,
-            }
-            for point in points
-        ]
+        found["scale"] = [_scaled(row, point) for point in _points(arguments, row)]
     return found
+
+
+def _points(arguments: argparse.Namespace, row: Row) -> list[ScalePoint]:
+    whole = row.hardware.grown(row.hardware.gpus).machine
+    assert row.work is not None
+    assert whole is not None
+    return scale(row.work, row.setup, whole, doubling(*arguments.scale))
+
+
+def _scaled(row: Row, point: ScalePoint) -> dict[str, Any]:
+    there = replace(row.setup, world=point.devices // row.setup.model_parallel)
+    return {
+        "gpus": point.devices,
+        "fits": replace(row, setup=there, hardware=row.hardware.grown(point.devices)).fits,
+        "step_seconds": point.time.total,
+        "tokens_a_second": point.tokens_a_second,
+        "efficiency": point.efficiency,
+        "exposed_communication": point.exposed,
+    }
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

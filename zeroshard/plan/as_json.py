@@ -41,7 +41,7 @@ def rows(planned: Sequence[Row], best: Row | None, hardware: Hardware, subject: 
             "offload": best.variant.name,
             "batch": best.setup.batch,
             "shard": choice.shard_call(best.setup),
-            "command": choice.torchrun_command(best.setup, hardware, subject.preset),
+            "command": choice.torchrun_command(best.setup, hardware, subject),
         },
     }
 

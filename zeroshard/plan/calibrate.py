@@ -246,6 +246,7 @@ def toml(calibration: Calibration) -> str:
         f'title = "{machine.title.replace(chr(34), "")}"',
         f"devices_per_node = {machine.devices_per_node}",
         f'half = "{machine.half}"',
+        f"accelerator = {str(machine.accelerator).lower()}",
     ]
     for table in ("device", "inside", "between", "pcie", "host", "launch"):
         lines += ["", f"[{table}]"]

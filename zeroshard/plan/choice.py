@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from ..config import Activations
 from ..offload.options import Offload
 from .budget import WORKSPACE, Budget, Model, budget
 from .hardware import Hardware
@@ -17,7 +18,7 @@ from .shape import Setup, Transformer, Work
 from .time import StepTime, step_time
 from .volume import Volume, volume
 
-LARGEST_BATCH = 1 << 14
+LARGEST_BATCH = 1 << 20
 LARGEST_HIDDEN = 1 << 18
 HEAD = 128
 """Width of a head, and the step of hidden sizes, of models that are made up."""
@@ -231,30 +232,38 @@ def shard_options(setup: Setup) -> list[str]:
     return found
 
 
-def torchrun_command(setup: Setup, hardware: Hardware, preset: str | None) -> str:
+def torchrun_command(setup: Setup, hardware: Hardware, subject: Subject) -> str:
     """The command that starts it, on every node: a preset is trained with ours, anything else with yours."""
     nodes = ""
     if hardware.nodes > 1:
         nodes = f"--nnodes {hardware.nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
-    program = "train.py"
-    if preset is not None:
-        program = (
-            f"-m zeroshard train {preset} --stage {setup.stage} --precision {setup.precision} "
-            f"--set train.batch={setup.batch} --tensor-parallel {setup.model_parallel}"
-        )
-        for name in ("partition", "offload") if setup.activations is not None else ():
-            if getattr(setup.activations, name):
-                program += f" --set shard.activations.{name}=true"
-        if setup.offload is None:
-            program += " --offload none"
-        else:
-            program += " --offload cpu"
-            for name, value in _changed(setup.offload):
-                text = "bf16" if value is torch.bfloat16 else str(value).lower()
-                program += f" --set shard.offload.{name}={text}"
-            if setup.offload.update_in_backward:
-                program += " --set shard.clip_grad_norm=none"
+    ours = subject.preset is not None and setup.micro_batches == 1  # ours takes one micro-batch a step
+    program = " ".join(["-m zeroshard train", *_train_options(setup, subject)]) if ours else "train.py"
     return f"torchrun {nodes}--nproc-per-node {hardware.per_node} {program}"
+
+
+def _train_options(setup: Setup, subject: Subject) -> Iterator[str]:
+    """What makes of a preset the job that was planned."""
+    yield f"{subject.preset} --stage {setup.stage} --precision {setup.precision}"
+    yield f"--set train.batch={setup.batch} --tensor-parallel {setup.model_parallel}"
+    if setup.sequence != subject.sequence:
+        yield f"--set model.sequence={setup.sequence}"
+    if setup.checkpointing != subject.checkpointing:
+        yield f"--set model.checkpointing={str(setup.checkpointing).lower()}"
+    usual, kept = subject.activations or Activations(), setup.activations
+    if kept is None and subject.activations is not None:
+        yield "--set shard.activations=none"
+    for name in ("partition", "offload") if kept is not None else ():
+        if getattr(kept, name) != getattr(usual, name):
+            yield f"--set shard.activations.{name}={str(getattr(kept, name)).lower()}"
+    if setup.offload is None:
+        yield "--offload none"
+        return
+    yield "--offload cpu"
+    for name, value in _changed(setup.offload):
+        yield f"--set shard.offload.{name}={'bf16' if value is torch.bfloat16 else str(value).lower()}"
+    if setup.offload.update_in_backward:
+        yield "--set shard.clip_grad_norm=none"
 
 
 def _changed(offload: Offload) -> Iterator[tuple[str, object]]:

@@ -122,7 +122,9 @@ class Foresight:
         rows = list(self._candidates())
         best = recommend([row for row in rows if self.fits(row)])
         taken = best or max(rows, key=_shortest_room)
-        return Advice(cast(Any, taken.setup.stage), taken.setup.offload, self._reason(taken, best is not None, rows))
+        warning = None if taken.fits else self.refusal(taken)
+        reason = self._reason(taken, best is not None, rows)
+        return Advice(cast(Any, taken.setup.stage), taken.setup.offload, reason, warning)
 
     def _candidates(self) -> Iterator[Row]:
         """What "auto" may stand for. Nothing that changes results or what a loop may do is among it."""
@@ -244,7 +246,7 @@ class Foresight:
         told = f"zeroshard: {name} chosen, {verdict}: one rank at its peak ({sizes}) of {room}"
         if taken.budget.host.total:
             told += f"; {size_text(taken.budget.host.total)} of {size_text(self.room.host)} on the host"
-        return f"{told}. {self.counted()}" + ("" if fits else f" {self.suggestion(self.fitting())}")
+        return f"{told}. {self.counted()}" + ("" if fits or not taken.fits else f" {self.suggestion(self.fitting())}")
 
 
 # -- words --------------------------------------------------------------------------------------------------------

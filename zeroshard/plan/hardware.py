@@ -18,7 +18,7 @@ CONTEXT = 0.6e9
 """Bytes of a GPU that its driver, its libraries and NCCL take, which no allocator counts."""
 FRAGMENTS = 0.04
 """Share of a GPU that the caching allocator cannot use."""
-LARGEST_GPU, LARGEST_NODE, MOST_IN_A_NODE = 1e12, 1e14, 128
+LARGEST_GPU, LARGEST_NODE, MOST_IN_A_NODE, MOST = 1e12, 1e14, 128, 1 << 20
 """Beyond these an option was mistyped."""
 
 
@@ -45,10 +45,18 @@ class Hardware:
     """Ranks compute in host memory, so that there is nothing to offload."""
     taken: float = CONTEXT
     """Bytes of a device that are not to be had; 0 where its memory is what was seen to be free."""
+    node_size: int = 0
+    """Devices that a whole node has; 0 where that is what is there."""
 
     @property
     def per_node(self) -> int:
-        return self.gpus // self.nodes
+        return math.ceil(self.gpus / self.nodes)
+
+    def grown(self, gpus: int) -> Hardware:
+        """So many devices of the same kind, in nodes of the same size."""
+        a_node = self.node_size or self.per_node
+        machine = None if self.machine is None else replace(self.machine, devices_per_node=a_node)
+        return replace(self, gpus=gpus, nodes=math.ceil(gpus / a_node), machine=machine)
 
     @property
     def usable_device_memory(self) -> float:
@@ -87,6 +95,8 @@ def find_hardware(
     """Hardware as it is asked for, sizes in GB; what is not said is a profile's, or this machine's."""
     _check_numbers(gpus, nodes, gpu_memory, host_memory)
     machine = _profile(profile)
+    if machine is not None and not machine.accelerator:
+        return _other_cpu(machine, gpus, nodes, gpu_memory, host_memory)
     if machine is None and not any((gpus, nodes, gpu_memory)) and not torch.cuda.is_available():
         return _this_cpu(host_memory)
     if machine is not None and gpu_memory is not None and gpu_memory * GB > 1.05 * machine.device.memory:
@@ -102,15 +112,7 @@ def find_hardware(
         assert machine is not None
     a_node = machine.devices_per_node
     count = gpus or (nodes * a_node if nodes else torch.cuda.device_count() or 1)
-    node_count = nodes or math.ceil(count / a_node)
-    if count % node_count:
-        raise HardwareError(
-            f"--gpus {count} cannot be spread evenly over --nodes {node_count}; --gpus counts all nodes'"
-        )
-    if count // node_count > MOST_IN_A_NODE:
-        raise HardwareError(
-            f"--gpus {count} on --nodes {node_count} are {count // node_count} a node; there is no such"
-        )
+    node_count = _nodes(count, nodes, machine)
     if host_memory is not None:
         host = host_memory * GB
     elif profile is None and torch.cuda.is_available():
@@ -123,20 +125,37 @@ def find_hardware(
         device=replace(machine.device, memory=memory),
         host=replace(machine.host, memory=host),
     )
-    return Hardware(count, node_count, memory, host, found, guessed)
+    whole = count // node_count if nodes else a_node
+    return Hardware(count, node_count, memory, host, found, guessed, node_size=whole)
+
+
+def _nodes(count: int, nodes: int | None, machine: Machine) -> int:
+    """As many as are asked for, or as that many devices fill."""
+    found = nodes or math.ceil(count / machine.devices_per_node)
+    if count % found and nodes is None:
+        raise HardwareError(
+            f"--gpus {count}: nodes as of {machine.title} have {machine.devices_per_node} devices, which so many do "
+            f"not fill evenly; say how they are spread with --nodes"
+        )
+    if count % found:
+        raise HardwareError(f"--gpus {count} cannot be spread evenly over --nodes {found}; --gpus counts all nodes'")
+    if count // found > MOST_IN_A_NODE:
+        raise HardwareError(f"--gpus {count} on --nodes {found} are {count // found} a node; there is no such")
+    return found
 
 
 def _check_numbers(gpus: int | None, nodes: int | None, gpu_memory: float | None, host_memory: float | None) -> None:
     for option, value, most in (
-        ("--gpus", gpus, None),
-        ("--nodes", nodes, None),
+        ("--gpus", gpus, MOST),
+        ("--nodes", nodes, MOST),
         ("--gpu-memory", gpu_memory, LARGEST_GPU / GB),
         ("--host-memory", host_memory, LARGEST_NODE / GB),
     ):
         if value is not None and not 0 < value < math.inf:
-            raise HardwareError(f"{option} {value:g}: must be above 0")
-        if value is not None and most is not None and value > most:
-            raise HardwareError(f"{option} {value:g}: is in GB, and nothing has more than {most:g}")
+            raise HardwareError(f"{option} {value:g}: must be above 0, and finite")
+        if value is not None and value > most:
+            unit = "is in GB, and " if "memory" in option else ""
+            raise HardwareError(f"{option} {value:g}: {unit}nothing has more than {most:,.0f}")
     if gpus is not None and nodes is not None and nodes > gpus:
         raise HardwareError(f"--nodes {nodes} of --gpus {gpus} in all leave some without any; --gpus counts all nodes'")
 
@@ -173,11 +192,26 @@ def profile_of(title: str, memory: float, on_cpu: bool = False) -> tuple[Machine
             warnings.warn(f"{error}; measure anew with `zeroshard plan --calibrate`", stacklevel=2)
     if on_cpu:
         return None, False
-    known = [load(name) for name in names() if name != "cpu"]
+    known = [machine for machine in map(load, names()) if machine.accelerator]
     for machine in known:
         if machine.name in title.lower():
             return machine, False
     return min(reversed(known), key=lambda machine: abs(machine.device.memory - memory)), True
+
+
+def _other_cpu(
+    machine: Machine, ranks: int | None, nodes: int | None, gpu_memory: float | None, host_memory: float | None
+) -> Hardware:
+    """Machines without accelerators, whose ranks share the memory of the host."""
+    if gpu_memory is not None:
+        raise HardwareError(f"--gpu-memory {gpu_memory:g}: {machine.title} has no GPU; its memory is --host-memory")
+    count = ranks or (nodes or 1) * machine.devices_per_node
+    node_count = _nodes(count, nodes, machine)
+    a_node = count // node_count
+    memory = host_memory * GB if host_memory is not None else machine.host.memory
+    whole = a_node if nodes else machine.devices_per_node
+    found = replace(machine, devices_per_node=a_node, host=replace(machine.host, memory=memory))
+    return Hardware(count, node_count, memory / a_node, memory, found, on_cpu=True, node_size=whole)
 
 
 def _this_cpu(host_memory: float | None) -> Hardware:

@@ -123,6 +123,8 @@ class Machine:
     devices_per_node: int
     half: str = "bf16"
     """The 16-bit precision that it trains in."""
+    accelerator: bool = True
+    """Whether its devices have memory of their own; else they are ranks that share the host's."""
     device: Device
     inside: Link
     between: Link
@@ -185,7 +187,7 @@ def parse(name: str, data: Mapping[str, Any]) -> Machine:
         "host": Host,
         "launch": Launch,
     }
-    known = ["title", "devices_per_node", "half", *tables]
+    known = ["title", "devices_per_node", "half", "accelerator", *tables]
     for key in data:
         if key not in known:
             raise ValueError(f"machine {name!r}: {key} is unknown{nearest(key, known)}; known: {', '.join(known)}")
@@ -196,13 +198,19 @@ def parse(name: str, data: Mapping[str, Any]) -> Machine:
     half = data.get("half", "bf16")
     if half not in ("bf16", "fp16"):
         raise ValueError(f'machine {name!r}: half={half!r} must be "bf16" or "fp16"')
+    accelerator = data.get("accelerator", True)
+    if not isinstance(accelerator, bool):
+        raise ValueError(f"machine {name!r}: accelerator={accelerator!r} must be true or false")
     for key in ("crowded", "interrupted"):
         if getattr(parts["launch"], key) < 1:
             raise ValueError(f"machine {name!r}: launch.{key} is how many times as long, so at least 1")
     efficiency = parts["device"].efficiency
     if efficiency > 1:
         raise ValueError(f"machine {name!r}: device.efficiency={efficiency!r} must be at most 1")
-    return Machine(name=name, title=str(data.get("title", name)), devices_per_node=count, half=half, **parts)
+    title = str(data.get("title", name))
+    return Machine(
+        name=name, title=title, devices_per_node=count, half=half, accelerator=accelerator, **parts
+    )  # fmt: skip
 
 
 def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: object) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +33,15 @@ def render(console: Console) -> None:
     console.print(formulas)
     console.print(others)
     console.print(summary(claims))
+
+
+def as_json() -> dict[str, Any]:
+    """The claims for programs."""
+    claims = table()
+    return {
+        "claims": [asdict(claim) | {"kind": claim.kind.value, "error": claim.error} for claim in claims],
+        "mean_error": mean_error(claims),
+    }
 
 
 def _empty(title: str) -> Table:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from . import choice
 from .budget import KINDS, DeviceMemory
-from .choice import Row
+from .choice import LARGEST_BATCH, Row
 from .hardware import GB, Hardware
 from .models import Subject
 from .shape import Transformer
@@ -47,7 +47,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     if len(batches) > 1:
         table.add_column("batch", justify="right")
     table.add_column(f"peak of one rank; {BAR} characters are {hardware.device_memory / GB:.4g} GB", no_wrap=True)
-    for title in ("GB", "room", "host GB", "volume"):
+    for title in ("GB", "room", "host GB", "fits", "volume"):
         table.add_column(title, justify="right", no_wrap=True)
     gathers = any(row.volume.checkpoints_gathered for row in rows)
     if gathers:
@@ -66,6 +66,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
             _gb(row.budget.peak.total),
             Text(_gb(row.room, sign=True), style="green" if row.room >= 0 else "red"),
             Text(_gb(host) if host else "", style="red" if host and row.host_room < 0 else ""),
+            "yes" if row.fits else "no",
             f"{row.volume.elements / _per_rank(row):.2f}Ψ",
         ]
         if gathers:
@@ -74,6 +75,8 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
             cells += [f"{row.time.total:.3g} s", row.time.bottleneck.value] if row.time is not None else ["", ""]
         table.add_row(*cells, style="bold" if row is best else "" if row.fits else "dim")
     console.print(table)
+    if LARGEST_BATCH in batches:
+        console.print(f"More than {LARGEST_BATCH:,} sequences a rank were not tried.", highlight=False)
     legend = Text("  ").join(
         Text(f"{letter} {WORDS.get(kind, kind)}", style=colour)
         for kind, (letter, colour) in LETTERS.items()
@@ -81,7 +84,8 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     )
     console.print(legend)
     console.print(
-        "room: beside what driver and allocator take; host GB: of one rank, red if its part of the node has less"
+        f"room: beside what driver and allocator take; host GB: of one rank, whose part of the node is "
+        f"{_gb(hardware.host_memory_per_rank)}"
         + ("; P_a: checkpoints\nthat model-parallel ranks gather in a step\n" if gathers else "\n"),
         highlight=False,
     )
@@ -112,14 +116,7 @@ def print_recommendation(
 ) -> None:
     """The one to take by kind of memory, with the call and the command; or what is lacking."""
     if best is None:
-        nearest = max(rows, key=lambda row: min(row.room, row.host_room if row.setup.offload is not None else row.room))
-        lacks = "device" if nearest.room < 0 else "host"
-        missing = -nearest.room if nearest.room < 0 else -nearest.host_room
-        console.print(
-            f"Nothing fits. Stage {nearest.setup.stage}, offload {nearest.variant.name} comes nearest: a rank lacks "
-            f"{_gb(missing)} GB of {lacks} memory. Use more GPUs, a smaller --batch or --seq, or --checkpointing.",
-            highlight=False,
-        )
+        console.print(_shortage(rows), highlight=False)
         return
     needs, setup = best.budget, best.setup
     table = Table(box=None, pad_edge=False, padding=(0, 2))
@@ -143,8 +140,28 @@ def print_recommendation(
     if setup.offload is not None and setup.offload.update_in_backward:
         console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")
     console.print(f"  model, optimizer = {choice.shard_call(setup)}", highlight=False, soft_wrap=True)
-    command = choice.torchrun_command(setup, hardware, subject.preset)
+    if subject.preset is not None and setup.micro_batches > 1:
+        console.print("`zeroshard train` takes one micro-batch a step; several are a loop of your own.")
+    command = choice.torchrun_command(setup, hardware, subject)
     console.print(f"  {command}", highlight=False, soft_wrap=True)
+
+
+def _shortage(rows: Sequence[Row]) -> str:
+    """Which comes nearest, what it lacks, and what is left to try."""
+
+    def lacking(row: Row) -> dict[str, float]:
+        host = row.host_room if row.setup.offload is not None else 0.0
+        return {kind: -room for kind, room in (("device", row.room), ("host", host)) if room < 0}
+
+    nearest = min(rows, key=lambda row: sum(lacking(row).values()))
+    missing = " and ".join(f"{_gb(size)} GB of {kind} memory" for kind, size in lacking(nearest).items())
+    setup = nearest.setup
+    remedies = ["more GPUs", *(["a smaller --batch"] if setup.batch > 1 else []), "a smaller --seq"]
+    remedies += [] if setup.checkpointing else ["--checkpointing"]
+    return (
+        f"Nothing fits. Stage {setup.stage}, offload {nearest.variant.name} comes nearest: a rank lacks {missing}. "
+        f"Use {', '.join(remedies[:-1])} or {remedies[-1]}."
+    )
 
 
 def print_extras(extras: dict[str, Any], console: Console) -> None:
@@ -158,7 +175,7 @@ def print_extras(extras: dict[str, Any], console: Console) -> None:
         )
     if "scale" in extras:
         table = Table(box=None, pad_edge=False, padding=(0, 2))
-        for title in ("GPUs", "step s", "tokens/s", "efficiency", "exposed communication"):
+        for title in ("GPUs", "step s", "tokens/s", "efficiency", "exposed communication", "fits"):
             table.add_column(title, justify="right")
         for point in extras["scale"]:
             table.add_row(
@@ -167,6 +184,8 @@ def print_extras(extras: dict[str, Any], console: Console) -> None:
                 f"{point['tokens_a_second']:,.0f}",
                 f"{point['efficiency']:.0%}",
                 f"{point['exposed_communication']:.0%}",
+                "yes" if point["fits"] else "no",
+                style="" if point["fits"] else "dim",
             )
         console.print()
         console.print(table)
