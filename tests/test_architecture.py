@@ -61,7 +61,7 @@ LAYERS = [
     {"plan.choice", "plan.module"},
     {"plan.hardware", "plan.models"},
     {"plan.trace", "plan.volume"},
-    {"plan.budget"},
+    {"plan.budget", "plan.known_values"},
     {"plan.activations", "plan.arena", "plan.placed"},
     {"plan.units"},
     {"plan.paper_table"},

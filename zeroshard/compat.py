@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -151,6 +152,37 @@ def without_values() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+class OperationMode(TorchDispatchMode):
+    """Inside, ``run`` is called in place of each operation of torch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """For those who write one."""
+        raise NotImplementedError
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Those in a structure of arguments or results of an operation."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
+    """The same structure with other leaves."""
+    return tree_map(function, values)
+
+
+def writes(operation: Any) -> bool:
+    """Whether an operation changes one of its arguments."""
+    return bool(operation._schema.is_mutable)
+
+
+def operation_name(operation: Any) -> str:
+    """As in ``empty_like``, without its kinds of arguments."""
+    return str(operation._opname)
+
+
 class OperationWatch(TorchDispatchMode):
     """Inside, ``see`` is called with the tensors that each operation of torch gives; of DTensors, with local parts."""
 
@@ -201,6 +233,16 @@ def one_rank_of(world: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def calling(function: Callable[..., Any], **others: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of torch's that calls others in place of those of these names; torch stays as it is."""
+    if not isinstance(function, FunctionType):
+        return function
+    known = {**function.__globals__, **others}
+    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def untraced(function: Function) -> Function:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zeroshard.plan.activations import transformer_activations
+from zeroshard.plan.budget import Traced
 from zeroshard.plan.machine_profile import load
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
@@ -67,6 +68,29 @@ def test_attention_leaves_no_scores() -> None:
         for rows in (512, 1024)
     ]
     assert saved[1] == pytest.approx(2 * saved[0], rel=0.01)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_attention_in_a_layer_of_torch_leaves_no_scores_either(mask: bool) -> None:
+    with torch.device("meta"):
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), 2)
+
+    def seen(rows: int) -> Traced:
+        inputs = {"src": torch.empty(2, rows, 64, device="meta")}
+        if mask:
+            inputs["mask"] = torch.zeros(rows, rows)  # whether it is a causal one is asked
+        return trace(model.train(), inputs, "bf16", 2, rows, 1 << 30)
+
+    short, long = seen(512), seen(1024)
+    masks = 2 * (1024 * 1024 - 2 * 512 * 512) if mask else 0  # bytes
+    assert long.activations.saved - masks == pytest.approx(2 * short.activations.saved, rel=0.01)
+    assert sum(long.forward_flops) - 2 * sum(short.forward_flops) == 2 * 4 * 2 * 64 * (1024**2 - 2 * 512**2)
+
+
+def test_attention_that_gives_its_weights_keeps_them() -> None:
+    with torch.device("meta"):
+        model, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.empty(2, 512, 64)
+    assert trace(model, (x, x, x), "bf16", 2, 512, 1 << 30).activations.saved > 2 * 2 * 4 * 512 * 512
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

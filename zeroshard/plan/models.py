@@ -20,6 +20,7 @@ from ..config import Activations as Recomputed
 from ..train.gpt import ModelConfig
 from ..train.job import JobError, load_job, presets
 from .budget import Traced
+from .known_values import KnownValues
 from .shape import Setup, Transformer
 from .trace import trace
 
@@ -296,7 +297,7 @@ class Factory:
         known = inspect.signature(self.function).parameters
         given = {key: value for key, value in (("batch", batch), ("sequence", sequence)) if key in known}
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), KnownValues() as values:
                 made = self.function(**given)
         except Exception as error:
             raise ModelError(f"--model {self.source}: building it on the meta device failed: {_told(error)}") from None
@@ -306,12 +307,14 @@ class Factory:
                 f"--model {self.source}: must return an nn.Module, or one and its inputs, not {type(made).__name__}"
             )
         try:
-            return trace(model.to("meta"), inputs, precision, batch, sequence, max_unit_bytes, name=self.source)
+            return trace(
+                model.to("meta"), inputs, precision, batch, sequence, max_unit_bytes, name=self.source, values=values
+            )
         except Exception as error:
             raise ModelError(
                 f"--model {self.source}: tracing {type(model).__name__} on the meta device failed: {_told(error)}; "
-                "return (module, inputs) if it does not take token ids, and keep values of tensors out of its control "
-                "flow"
+                "return (module, inputs) if it does not take token ids, and keep values that follow from parameters or "
+                "random numbers out of its control flow"
             ) from None
 
 

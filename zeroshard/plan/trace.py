@@ -1,7 +1,8 @@
 """What any module leaves for backward and keeps alive: one forward and backward on the meta device, storages counted.
 
-Nothing is computed and no memory is taken. Attention counts as the fused kernels of a GPU have it, which leave queries,
-keys, values, the result and one number a row, not the scores.
+Nothing is computed and no memory is taken, but for small constants that a model may look at (``known_values``).
+Attention counts as the fused kernels of a GPU have it, which leave queries, keys, values, the result and one number a
+row, not the scores; where it is asked for its weights, it is not fused.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..checks import DTYPES
 from ..layout import UnitSpec, find_units
 from .activations import Activations
 from .budget import Traced
+from .known_values import KnownValues
 from .units import buffer_bytes, module_units
 
 TARGETS = ("labels", "targets")
@@ -37,10 +39,11 @@ def trace(
     max_unit_bytes: int,
     name: str = "",
     chosen: Sequence[str | type[nn.Module]] | None = None,
+    values: KnownValues | None = None,
 ) -> Traced:
-    """Traces a model that is on the meta device. Without inputs it is given token ids.
+    """Traces a model that is on the meta device. Without inputs it is given token ids, all zero.
 
-    Its outputs are summed to a loss where they are none yet.
+    Its outputs are summed to a loss where they are none yet. ``values``: what is known of inputs on the meta device.
     """
     dtype = DTYPES[precision]
     buffers = buffer_bytes(model)
@@ -48,10 +51,13 @@ def trace(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     units = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
-    args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
     watch = _Watch(model, units)
     try:
-        with watch, _KnownFunctions(watch):
+        known = values or KnownValues()
+        known.forget(model.parameters())
+        with known:
+            args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
+        with known, watch, _KnownFunctions(watch):
             output = model(*args, **kwargs)
             watch.end_forward()
             loss = _loss(output)
@@ -263,11 +269,15 @@ class _KnownFunctions(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is F.cross_entropy:
             self._watch.logits += (args[0] if args else given["input"]).numel()
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **given)
-        query, key, value = (args[i] if i < len(args) else given[n] for i, n in enumerate(("query", "key", "value")))
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **given)
+        if func is F.multi_head_attention_forward:  # inside a function of torch's no mode sees what it calls
+            return compat.calling(func, scaled_dot_product_attention=self._attention)(*args, **given)
+        return func(*args, **given)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         self._watch.attention_flops += 4.0 * query.numel() * key.shape[-2]
-        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return _Attention.apply(query, key, value)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
