@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
+from zeroshard.config import Activations
 from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import paper_activations, transformer_activations
-from zeroshard.plan.budget import Phase, budget
+from zeroshard.plan.budget import Phase, _Rank, budget, units_of
 from zeroshard.plan.memory import StateBytes
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.units import transformer_units
@@ -209,3 +211,23 @@ def test_traffic_between_host_and_device(options: dict[str, object], bytes_a_par
     stage = 3 if "parameters" in options else 2
     moved = volume(model, Setup(stage=stage, world=1, offload=Offload(**options), keep=0))  # type: ignore[arg-type]
     assert (moved.to_host + moved.to_device) / model.parameters == pytest.approx(bytes_a_parameter, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("offload", [None, Offload(), Offload(host_fraction=0.4), Offload(update_in_backward=True)])
+@pytest.mark.parametrize("arena", [False, True])
+def test_no_peak_is_missed_in_the_midst_of_equal_blocks(stage: int, offload: Offload | None, arena: bool) -> None:
+    wide = Transformer(layers=70, hidden=12800, heads=100, vocabulary=50257, positions=1024)
+    for model, world, batch, prefetch, keep in product(
+        (replace(GPT2, layers=70), wide), (1, 64), (1, 32), (1, 9), (0, 8)
+    ):
+        setup = Setup(stage=stage, world=world, batch=batch, offload=offload, prefetch=prefetch, keep=keep)
+        if arena:
+            setup = replace(setup, activations=Activations(), arena=True, micro_batches=2)
+        ends, every = (
+            _Rank(setup, units_of(model, setup), transformer_activations(model, setup), 0, 0) for _ in range(2)
+        )
+        every._looked_at = list(range(len(every.units)))
+        assert len(ends._looked_at) < len(every._looked_at)
+        highest, found = (max(rank.moments(), key=lambda at: sum(at[1].values())) for rank in (every, ends))
+        assert found == highest

@@ -58,6 +58,9 @@ class HostBytes:
     def __add__(self, other: HostBytes) -> HostBytes:
         return HostBytes(self.pinned + other.pinned, self.pageable + other.pageable)
 
+    def __mul__(self, count: int) -> HostBytes:
+        return HostBytes(count * self.pinned, count * self.pageable)
+
 
 def wanted(options: Offload, dtype: torch.dtype, moments: Sequence[str] | None) -> list[Buffer]:
     """The buffers of a flat whose parameters have this dtype; without moments (None) it is frozen."""

@@ -1,15 +1,18 @@
 """Memory of one rank by kind, as this runtime has it: at the step, as the papers count, and at its peak.
 
 A step's phases are walked unit by unit, with what is alive beside model states in each: activations, gathered
-parameters (stage 3), gradients that are not yet shards or not yet on the host, and the update's batch.
+parameters (stage 3), gradients that are not yet shards or not yet on the host, and the update's batch. Of a long
+stretch of equal blocks only the ends are walked: there is no peak in its midst.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate, groupby, islice, pairwise
 
 import torch
 
@@ -153,8 +156,12 @@ def budget(model: Model, setup: Setup, workspace: int = WORKSPACE) -> Budget:
     activations = model.activations if isinstance(model, Traced) else transformer_activations(model, setup)
     buffers = model.buffers if isinstance(model, Traced) else 0
     rank = _Rank(setup, units_of(model, setup), activations, buffers, workspace)
-    phase, peak = max(rank.moments(), key=lambda moment: moment[1].total)
-    return Budget(rank.at_step, rank.between_steps, peak, phase, rank.host, activations.host)
+    phase, beside = max(rank.moments(), key=lambda moment: sum(moment[1].values()))
+    return Budget(rank.at_step, rank.between_steps, _add(rank.rest, beside), phase, rank.host, activations.host)
+
+
+Moment = tuple[Phase, dict[str, int]]
+"""When, and bytes by kind beside what is there all the time."""
 
 
 class _Rank:
@@ -168,7 +175,11 @@ class _Rank:
         self.table = state_table(setup.stage, setup.world, setup.offload)
         self.sharded = self.table.parameters.extent is Extent.SHARD
         self.units = place(setup, units)
-        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.flats: Counter[PlacedFlat] = Counter()
+        """How many there are of each."""
+        for flats, count in Counter(unit.flats for unit in self.units).items():
+            for flat in flats:
+                self.flats[flat] += count
         self._blocks: dict[int, list[PlacedUnit]] = {}
         for unit in self.units:
             self._blocks.setdefault(unit.block, []).append(unit)
@@ -179,17 +190,15 @@ class _Rank:
     def rest(self) -> DeviceMemory:
         """What is there all the time."""
         elsewhere = self.setup.offload is not None and self.setup.offload.parameters == "cpu"
-        parameters = sum(f.shard if self.sharded else f.whole for f in self.flats)
+        parameters = sum(count * (f.shard if self.sharded else f.whole) for f, count in self.flats.items())
         if elsewhere or self.setup.cast_on_gather:
             parameters = 0
-        states = 0
-        for flat in self.flats:
+        states = accumulators = 0
+        for flat, count in self.flats.items():
             if flat.shape.trained and not flat.on_host:
                 moments = self.setup.moments * round(flat.shape.parameters * flat.own / flat.whole)
-                states += self.setup.master_width * flat.own + self.setup.moment_width * moments
-        accumulators = 0
-        if self.accumulates:
-            accumulators = sum(FP32 * flat.own for flat in self.flats if flat.shape.trained and not flat.on_host)
+                states += count * (self.setup.master_width * flat.own + self.setup.moment_width * moments)
+                accumulators += count * FP32 * flat.own if self.accumulates else 0
         return DeviceMemory(
             parameters=self.width * parameters,
             optimizer_states=states,
@@ -209,14 +218,18 @@ class _Rank:
         return self.width * (flat.own if self.table.gradients.extent is Extent.SHARD else flat.whole)
 
     @cached_property
+    def _all_stashed(self) -> int:
+        return sum(count * self.stashed(flat) for flat, count in self.flats.items())
+
+    @property
     def at_step(self) -> DeviceMemory:
-        gradients = sum(self.stashed(flat) for flat in self.flats)
-        return _add(self.rest, gradients=gradients, temporary=-self.workspace, arena=self._idle(gradients=gradients))
+        arena = self._idle(gradients=self._all_stashed)
+        return _add(self.rest, {"gradients": self._all_stashed, "temporary": -self.workspace, "arena": arena})
 
     @property
     def between_steps(self) -> DeviceMemory:
         gathered = self._gathered(self._foreseen)
-        return _add(self.rest, gathered=gathered, temporary=-self.workspace, arena=self._idle())
+        return _add(self.rest, {"gathered": gathered, "temporary": -self.workspace, "arena": self._idle()})
 
     @property
     def _foreseen(self) -> Sequence[PlacedUnit]:
@@ -231,14 +244,14 @@ class _Rank:
             return checkpoints
         names = [str(number) for number in range(self.setup.moments)]
         found, largest = HostBytes(), 0
-        for flat in self.flats:
+        for flat, count in self.flats.items():
             if flat.on_host:
-                found += bytes_of(wanted(offload, dtype, names), flat.own)
+                found += bytes_of(wanted(offload, dtype, names), flat.own) * count
                 largest = max(largest, aligned(self.width * flat.own))
                 if self.accumulates:
-                    found += HostBytes(pageable=FP32 * flat.own)
+                    found += HostBytes(pageable=count * FP32 * flat.own)
             elif not flat.shape.trained:
-                found += bytes_of(wanted(offload, dtype, None), flat.shard)
+                found += bytes_of(wanted(offload, dtype, None), flat.shard) * count
         turns = RING * offload.update_in_backward + HIGH_HALVES * offload.read_back
         return found + checkpoints + HostBytes(pinned=largest * turns)
 
@@ -291,32 +304,53 @@ class _Rank:
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
-    def moments(self) -> Iterator[tuple[Phase, DeviceMemory]]:
+    def moments(self) -> Iterator[Moment]:
         """All that could be the peak."""
         yield from self._forward()
         yield (
             Phase.LOSS,
-            _add(
-                self.rest,
-                activations=self.activations.loss,
-                gathered=self._gathered([self.units[0], *self.units[-1 - self.setup.prefetch :]]),
-                arena=self._idle(checkpoints=self.units[-1].block),
-            ),
+            {
+                "activations": self.activations.loss,
+                "gathered": self._gathered([self.units[0], *self.units[-1 - self.setup.prefetch :]]),
+                "arena": self._idle(checkpoints=self.units[-1].block),
+            },
         )
         yield from self._backward()
         yield from self._update()
 
-    def _forward(self) -> Iterator[tuple[Phase, DeviceMemory]]:
-        for number, unit in enumerate(self.units):
+    @cached_property
+    def _looked_at(self) -> list[int]:
+        """Numbers of the units in whose forward or backward the peak can be.
+
+        In the midst of a stretch of equal blocks, what is beside a block is the same as beside the next one, but for
+        activations and gradients, which change evenly. The most is then at one of its ends; what the arena has unused,
+        which never falls below nothing, only bends that upwards.
+        """
+        tables = (self.activations.forward, self.activations.backward, self.activations.after_backward)
+        if not all(_changes_evenly(sizes[1:]) for sizes in tables):
+            return list(range(len(self.units)))
+        near = 1 + max(self.setup.prefetch + 1, self.setup.keep, IN_FLIGHT + LANDING)
+        found: list[int] = []
+        number = 0
+        for _, equal in groupby(self._blocks.values(), key=_look_of_block):
+            stretch = list(equal)
+            for position, units in enumerate(stretch):
+                if not near <= position < len(stretch) - near:
+                    found += range(number, number + len(units))
+                number += len(units)
+        return found
+
+    def _forward(self) -> Iterator[Moment]:
+        for number in self._looked_at:
+            unit = self.units[number]
             following = self.units[number + 1 : number + 1 + self.setup.prefetch]
             yield (
                 Phase.FORWARD,
-                _add(
-                    self.rest,
-                    activations=self.activations.forward[unit.block],
-                    gathered=self._gathered([self.units[0], unit, *following, *self._kept_before(number)]),
-                    arena=self._idle(checkpoints=unit.block),
-                ),
+                {
+                    "activations": self.activations.forward[unit.block],
+                    "gathered": self._gathered([self.units[0], unit, *following, *self._kept_before(number)]),
+                    "arena": self._idle(checkpoints=unit.block),
+                },
             )
 
     def _kept_before(self, number: int) -> list[PlacedUnit]:
@@ -324,18 +358,16 @@ class _Rank:
         first = max(1, len(self.units) - self.setup.keep)
         return list(self.units[first:number])
 
-    def _backward(self) -> Iterator[tuple[Phase, DeviceMemory]]:
-        stashed = 0
-        done: list[PlacedFlat] = []
-        for number in range(len(self.units) - 1, -1, -1):
-            unit = self.units[number]
-            others = stashed + sum(self._under_way(done))
-            for moment in self._backward_of(number, others, stashed):
+    def _backward(self) -> Iterator[Moment]:
+        backward = self.units[::-1]
+        sizes = {flats: sum(map(self.stashed, flats)) for flats in {unit.flats for unit in backward}}
+        stashed = list(accumulate((sizes[unit.flats] for unit in backward), initial=0))[-2::-1]  # before each unit
+        for number in reversed(self._looked_at):
+            others = stashed[number] + sum(self._under_way(number))
+            for moment in self._backward_of(number, others, stashed[number]):
                 yield Phase.BACKWARD, moment
-            done += unit.trained
-            stashed += sum(self.stashed(flat) for flat in unit.flats)
 
-    def _backward_of(self, number: int, others: int, stashed: int) -> Iterator[DeviceMemory]:
+    def _backward_of(self, number: int, others: int, stashed: int) -> Iterator[dict[str, int]]:
         """Of one unit, beside so many bytes of others' gradients, and of these so many at rest."""
         unit, activations = self.units[number], self.activations
         # The parts of a block that is recomputed as a whole are gathered together.
@@ -353,42 +385,41 @@ class _Rank:
         placed = stashed + sum(map(self.stashed, unit.trained)) if self._gradients_are_whole else stashed
         early_place = placed if computing == collected else stashed
         idle = self._idle(checkpoints=max(0, unit.block - 1), gradients=placed)
-        yield _add(
-            self.rest,
-            activations=activations.backward[unit.block],
-            gradients=others + computing,
-            gathered=self._gathered([*present, *following]),
-            arena=self._idle(checkpoints=unit.block, gradients=early_place),
-        )
+        yield {
+            "activations": activations.backward[unit.block],
+            "gradients": others + computing,
+            "gathered": self._gathered([*present, *following]),
+            "arena": self._idle(checkpoints=unit.block, gradients=early_place),
+        }
         # When the last of its gradients have come, they are copied into the buffer.
-        yield _add(
-            self.rest,
-            activations=activations.after_backward[unit.block],
-            gradients=others + collected,
-            temporary=min(collected, DEPOSIT_BYTES + largest),
-            gathered=self._gathered([*present, *following]),
-            arena=idle,
-        )
+        yield {
+            "activations": activations.after_backward[unit.block],
+            "gradients": others + collected,
+            "temporary": min(collected, DEPOSIT_BYTES + largest),
+            "gathered": self._gathered([*present, *following]),
+            "arena": idle,
+        }
         # The next unit is entered before this one is left.
-        yield _add(
-            self.rest,
-            activations=activations.after_backward[unit.block],
-            gradients=others + collected,
-            gathered=self._gathered([*present, *entering]),
-            arena=idle,
-        )
+        yield {
+            "activations": activations.after_backward[unit.block],
+            "gradients": others + collected,
+            "gathered": self._gathered([*present, *entering]),
+            "arena": idle,
+        }
 
-    def _under_way(self, done: Sequence[PlacedFlat]) -> tuple[int, int]:
-        """Bytes of gradients that are being reduced, and of those that wait to be copied to the host."""
+    def _under_way(self, number: int) -> tuple[int, int]:
+        """Bytes of gradients that are being reduced when a unit's backward begins, and that wait to be copied down."""
         in_flight = IN_FLIGHT - 1 if self.setup.world > 1 else 0
-        latest = list(done[::-1])
         divided = self.table.gradients.extent is Extent.SHARD
+        latest = (flat for unit in islice(self.units, number + 1, None) for flat in reversed(unit.trained))
         flying = sum(
             self.width * flat.whole
-            for flat in latest[:in_flight]
+            for flat in islice(latest, in_flight)
             if divided or self.accumulates or flat.on_host  # else it stays where it is
         )
-        landing = [flat for flat in latest[in_flight:] if flat.on_host][:LANDING]
+        if self.setup.offload is None:
+            return flying, 0
+        landing = islice((flat for flat in latest if flat.on_host), LANDING)
         return flying, sum(self.width * (flat.own if divided else flat.whole) for flat in landing)
 
     def _early_in_root(self) -> int:
@@ -397,9 +428,8 @@ class _Rank:
         whole = self.width * sum(flat.whole for flat in self.units[0].trained)
         return whole if early >= DEPOSIT_BYTES else early
 
-    def _update(self) -> Iterator[tuple[Phase, DeviceMemory]]:
+    def _update(self) -> Iterator[Moment]:
         """The optimizer runs on batches of flats: their gradients in fp32, and one temporary of Adam's beside it."""
-        gradients = sum(self.stashed(flat) for flat in self.flats)
         widened = 0 if self.accumulates else self.setup.master_width
         beside = self.setup.moment_width if self.setup.moments > 1 else 0
         batches = list(self._batches())
@@ -407,18 +437,17 @@ class _Rank:
             first = self._foreseen if number else []
             yield (
                 Phase.UPDATE,
-                _add(
-                    self.rest,
-                    gradients=gradients,
-                    temporary=elements * (widened + beside),
-                    gathered=self._gathered(first),
-                    arena=self._idle(gradients=gradients),
-                ),
+                {
+                    "gradients": self._all_stashed,
+                    "temporary": elements * (widened + beside),
+                    "gathered": self._gathered(first),
+                    "arena": self._idle(gradients=self._all_stashed),
+                },
             )
 
     def _batches(self) -> Iterator[int]:
         elements, enough = 0, FIRST_ELEMENTS
-        for flat in self.flats:
+        for flat in (flat for unit in self.units for flat in unit.flats):
             if flat.shape.trained and not flat.on_host:
                 elements += flat.own
                 if elements >= enough:
@@ -434,5 +463,19 @@ class _Rank:
         return self.width * sum(unit.whole for unit in distinct)
 
 
-def _add(memory: DeviceMemory, **more: int) -> DeviceMemory:
+def _add(memory: DeviceMemory, more: dict[str, int]) -> DeviceMemory:
     return DeviceMemory(**{kind: getattr(memory, kind) + more.get(kind, 0) for kind in KINDS})
+
+
+def _look_of_block(units: Sequence[PlacedUnit]) -> tuple[object, ...]:
+    """What equal blocks have in common; the root equals none."""
+    return units[0].block == 0, *(unit.flats for unit in units)
+
+
+def _changes_evenly(sizes: Sequence[int]) -> bool:
+    """Whether each differs from the one before by the same.
+
+    >>> _changes_evenly([1, 3, 5]), _changes_evenly([1, 3, 4]), _changes_evenly([1])
+    (True, False, True)
+    """
+    return len({after - before for before, after in pairwise(sizes)}) <= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from ..offload.placement import stay_on_device, stay_within
@@ -49,18 +50,19 @@ def place(setup: Setup, units: Sequence[UnitShape]) -> list[PlacedUnit]:
     def own(flat: FlatShape) -> int:
         return flat.shard(world) if divided else flat.numel(world)
 
-    sizes = [sum(own(flat) for flat in unit.flats if flat.trained) for unit in units]
-    stays = _stay(setup, sizes, units)
-    return [
-        PlacedUnit(
-            unit.block,
-            tuple(
-                PlacedFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not stays_here)
-                for flat in unit.flats
-            ),
+    @cache  # most units are equal
+    def trained(flats: tuple[FlatShape, ...]) -> int:
+        return sum(own(flat) for flat in flats if flat.trained)
+
+    @cache
+    def placed(flats: tuple[FlatShape, ...], stays: bool) -> tuple[PlacedFlat, ...]:
+        return tuple(
+            PlacedFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not stays)
+            for flat in flats
         )
-        for unit, stays_here in zip(units, stays, strict=True)
-    ]
+
+    stays = _stay(setup, [trained(unit.flats) for unit in units], units)
+    return [PlacedUnit(unit.block, placed(unit.flats, here)) for unit, here in zip(units, stays, strict=True)]
 
 
 def _stay(setup: Setup, sizes: Sequence[int], units: Sequence[UnitShape]) -> list[bool]:
