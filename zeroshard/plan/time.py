@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from itertools import islice
 
 from ..bounds import IN_FLIGHT
 from ..offload.pipeline import LANDING
@@ -122,6 +122,7 @@ class _Step:
 
     def __init__(self, model: Transformer | Work, setup: Setup, machine: Machine) -> None:
         self.setup, self.offload, self.machine = setup, setup.offload, machine
+        self.delayed = self.offload is not None and self.offload.delayed_update_after is not None
         self.costs = UnitCosts(model, setup, machine)
         self.layers = self.costs.count - 1
         self.timeline = Timeline()
@@ -133,10 +134,6 @@ class _Step:
         self.updated = [0.0] * self.costs.count  # when its gradient's slot on the host is free
         self.landed = [0.0] * self.costs.count
         self.reduced = [0.0] * self.costs.count
-
-    @property
-    def _delayed(self) -> bool:
-        return self.offload is not None and self.offload.delayed_update_after is not None
 
     def measure(self) -> StepTime:
         ends = []
@@ -163,52 +160,55 @@ class _Step:
     # -- the life of a unit ---------------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        blocks = range(1, self.layers + 1)
-        there = self._pass([0, *blocks], gathers=[0, *blocks], seconds=self.costs.forward, head=False)
+        units = range(self.layers + 1)
+        there = self._pass(units, gathers=units, seconds=self.costs.forward, head=False)
         self._compute(self.costs.forward[0] + self.costs.loss, there[0])
 
     def _backward(self) -> None:
-        blocks = range(self.layers, 0, -1)
         self._compute(self.costs.backward[0] + self.costs.loss)
         kept = self.setup.keep * self.costs.parts
-        gathers = [block for block in blocks if block <= self.layers - kept]
-        self._pass(list(blocks), gathers=gathers, seconds=self.costs.backward, head=True)
+        gathers = range(self.layers - kept, 0, -1)
+        self._pass(range(self.layers, 0, -1), gathers=gathers, seconds=self.costs.backward, head=True)
         self._reduce(0)
 
-    def _pass(self, order: list[int], gathers: Iterable[int], seconds: list[float], head: bool) -> dict[int, float]:
-        """Units in order, each gathered ahead of need; in backward (``head``) each is reduced behind the next."""
-        there: dict[int, float] = {}
-        waiting = [unit for unit in order if unit in set(gathers)] if self.setup.stage == 3 else []
-        if self.setup.stage < 3:
-            there = {} if head else {unit: self.ready[unit] for unit in order}
-        recent: list[int] = []
+    def _pass(self, order: range, gathers: range, seconds: list[float], head: bool) -> list[float]:
+        """Units in order, each gathered ahead of need; in backward (``head``) each is reduced behind the next.
+
+        Returns when each unit was there.
+        """
+        launch = self.costs.launch(backward=head)
+        tensor = self.costs.tensor * (self.costs.work.backward - 1 if head else 1)
+        there = self.ready if self.setup.stage < 3 and not head else [0.0] * self.costs.count
+        coming = iter(order if self.setup.stage == 3 else ())
         for position, unit in enumerate(order):
-            ahead = order[: position + 1 + self.setup.prefetch]
-            while waiting and waiting[0] in ahead:
-                following = waiting.pop(0)
-                there[following] = self._gather(following)
+            for following in islice(coming, 1 if position else 1 + self.setup.prefetch):
+                if following in gathers:
+                    there[following] = self._gather(following)
             if unit == 0:
                 continue  # the embedding is looked up, not multiplied
-            waits = [there.get(unit, 0.0), there.get(0, 0.0)]
-            if head and len(recent) >= IN_FLIGHT:
-                waits.append(self.reduced[recent[-IN_FLIGHT]])
-            held_up = self.landed[recent[-LANDING]] if head and len(recent) >= LANDING else 0.0
+            begun, held_up = 0.0, 0.0
             if not head:
                 held_up = max(self.sent[unit], self.sent[0])
-            if self.checkpoints is not None:
-                block, part = divmod(unit - 1, self.costs.parts)
-                if head and part == self.costs.parts - 1:
-                    waits.append(self.checkpoints.take(block))
-                elif not head and part == 0:
-                    waits.append(self.checkpoints.keep())
-            passes = self.costs.work.backward - 1 if head else 1
-            started = self._launch(self.costs.launch(backward=head), held_up)
-            self._compute(seconds[unit], started, *waits, tensor=passes * self.costs.tensor)
-            self.timeline.hold(Lane.DEVICE, self.timeline.free(Lane.THREAD))
+            else:
+                if position >= IN_FLIGHT:
+                    begun = self.reduced[order[position - IN_FLIGHT]]
+                if position >= LANDING:
+                    held_up = self.landed[order[position - LANDING]]
+            started = self._launch(launch, held_up)
+            kept = self._checkpoint(unit, head) if self.checkpoints is not None else 0.0
+            self._compute(seconds[unit], started, there[unit], there[0], begun, kept, tensor=tensor)
+            self._wait(self.timeline.free(Lane.THREAD))
             if head:
                 self._reduce(unit)
-                recent.append(unit)
         return there
+
+    def _checkpoint(self, unit: int, head: bool) -> float:
+        """Has the checkpoint of a block leave before its first unit, or come back; returns when that unit may begin."""
+        assert self.checkpoints is not None
+        block, part = divmod(unit - 1, self.costs.parts)
+        if head:
+            return self.checkpoints.take(block) if part == self.costs.parts - 1 else 0.0
+        return self.checkpoints.keep() if part == 0 else 0.0
 
     def _launch(self, seconds: float, after: float = 0.0) -> float:
         """Has the thread launch something; returns when it begins."""
@@ -237,7 +237,7 @@ class _Step:
         if self.offload is None:
             return
         landed = timeline.run(Lane.DOWN, costs.down[unit], done, self.updated[unit])
-        if self._delayed:
+        if self.delayed:
             self.ready[unit] = self._publish(unit, landed)
         self.landed[unit] = timeline.run(Lane.HOST, costs.host_add[unit], landed) if costs.host_add[unit] else landed
         if self.offload.update_in_backward:
@@ -258,7 +258,7 @@ class _Step:
         if self.offload is None or self.offload.update_in_backward:
             return
         known = max(known, *self.landed)
-        for unit in backward if self._delayed else forward:
+        for unit in backward if self.delayed else forward:
             self._launch(launch.hand_over)
             self._update_on_host(unit, max(known, self.timeline.free(Lane.THREAD)))
         if self.offload.blocking:
@@ -267,7 +267,7 @@ class _Step:
 
     def _update_on_host(self, unit: int, after: float) -> None:
         self.updated[unit] = self.timeline.run(Lane.HOST, self.costs.host_update[unit], after)
-        if not self._delayed:
+        if not self.delayed:
             self.sent[unit] = self.updated[unit]
             self.ready[unit] = self._publish(unit, self.updated[unit])
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple
 
 
-class Lane(Enum):
+class Lane(IntEnum):
     """Something that does one thing at a time."""
 
-    DEVICE = "device"
-    THREAD = "thread that drives the device"
-    INSIDE = "links inside a node"
-    BETWEEN = "links between nodes"
-    DOWN = "from device to host"
-    UP = "from host to device"
-    HOST = "host"
+    DEVICE = 0
+    THREAD = 1
+    """That drives the device."""
+    INSIDE = 2
+    """Links inside a node."""
+    BETWEEN = 3
+    """Links between nodes."""
+    DOWN = 4
+    """From device to host."""
+    UP = 5
+    """From host to device."""
+    HOST = 6
 
 
 class Span(NamedTuple):
@@ -36,29 +41,36 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self._busy: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
-        self._held: dict[Lane, float] = dict.fromkeys(Lane, 0.0)
+        self._busy: list[list[tuple[float, float]]] = [[] for _ in Lane]
+        """Starts and ends. Thousands of units are laid out, and so this is as plain as it goes."""
+        self._free = [0.0] * len(Lane)
 
     def run(self, lane: Lane, seconds: float, *after: float) -> float:
         """Occupies a lane when it is free and all of ``after`` has passed; returns when that ends."""
-        start = max(self.free(lane), *after) if after else self.free(lane)
+        start = self._free[lane]
+        for moment in after:
+            if moment > start:
+                start = moment
+        end = start + seconds
         if seconds > 0:
-            self._busy[lane].append(Span(start, start + seconds))
-        return start + seconds
+            self._busy[lane].append((start, end))
+            self._free[lane] = end
+        return end
 
     def free(self, lane: Lane) -> float:
         """When all that a lane was asked for is done."""
-        return max(self._held[lane], self._busy[lane][-1].end if self._busy[lane] else 0.0)
+        return self._free[lane]
 
     def hold(self, lane: Lane, until: float) -> None:
         """Keeps a lane from starting anything before then; it is idle, not busy, meanwhile."""
-        self._held[lane] = max(self._held[lane], until)
+        if until > self._free[lane]:
+            self._free[lane] = until
 
     def exposed(self, window: Span, *order: Lane) -> dict[Lane, float]:
         """Seconds of the window in which a lane was busy and none that comes before it in ``order``."""
         gaps, found = [window], {}
         for lane in order:
-            rest = _subtract(gaps, [span for span in self._busy[lane] if span.end > window.start])
+            rest = _subtract(gaps, [Span(start, end) for start, end in self._busy[lane] if end > window.start])
             found[lane] = _length(gaps) - _length(rest)
             gaps = rest
         return found
