@@ -60,7 +60,7 @@ LAYERS = [
     {"plan.as_json", "plan.foresee", "plan.report"},
     {"plan.choice", "plan.module"},
     {"plan.hardware", "plan.models"},
-    {"plan.trace", "plan.volume"},
+    {"plan.huggingface", "plan.trace", "plan.volume"},
     {"plan.budget", "plan.known_values"},
     {"plan.activations", "plan.arena", "plan.placed"},
     {"plan.units"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +156,32 @@ def test_the_largest_model_grows_with_stage_and_offload(capsys: pytest.CaptureFi
     assert sizes[3, "cpu, small"] > sizes[3, "cpu"] > sizes[3, "none"], "host memory is what bounds it"
     assert exit_code("plan", "--max-model", "--gpus", "16", "--gpu-memory", "32") == 0
     assert "layers × hidden" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("degree", [4, 16, 64])
+def test_the_heads_of_the_largest_model_go_evenly_to_the_ranks_that_share_it(
+    degree: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hardware = ("--gpus", "64", "--gpu-memory", "32", "--host-memory", "1500", "--model-parallel", str(degree))
+    found = asked(capsys, "--max-model", *hardware)["largest"]
+    assert {row["heads"] % degree for row in found} == {0}
+    assert {row["hidden"] // row["heads"] for row in found} <= {64, 128}
+    sizes = [row["parameters"] for row in found if row["offload"] == "none"]
+    assert sizes == sorted(sizes)
+
+
+def test_heads_of_keys_that_the_ranks_cannot_share_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    values = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 300}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    file.write_text(json.dumps({"model_type": "llama", **values, **heads}))
+    options = ("--model", str(file), "--gpus", "8", "--gpu-memory", "32")
+    assert exit_code("plan", *options, "--model-parallel", "4") == 2
+    assert "--model-parallel 4 does not divide the 2 heads of keys and values" in capsys.readouterr().err
+    assert exit_code("plan", *options, "--model-parallel", "2") == 0
+    assert f"{tmp_path.name}: " in capsys.readouterr().out
 
 
 def test_tokens_and_scale_are_answered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 import transformers
 
-from zeroshard.plan.models import HUGGINGFACE, ModelError, find_model
-from zeroshard.plan.shape import Setup
+from zeroshard.plan.huggingface import HUGGINGFACE
+from zeroshard.plan.models import describe, find_model
+from zeroshard.plan.shape import ModelError, Setup
+from zeroshard.train.gpt import GPT, ModelConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64},
@@ -96,6 +98,76 @@ def test_an_unusable_configuration_is_named_with_what_it_lacks(text: str, told: 
         find_model(str(file))
     assert told in str(raised.value)
     assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "told"),
+    [
+        ("llama", "num_key_value_heads", 3, "num_key_value_heads 3 must divide the 4 heads"),
+        ("llama", "num_key_value_heads", 8, "num_key_value_heads 8 must divide the 4 heads"),
+        ("llama", "max_position_embeddings", 0, "max_position_embeddings (a positive whole number, not 0)"),
+        ("llama", "max_position_embeddings", "2048", "max_position_embeddings (a positive whole number, not '2048')"),
+        ("llama", "tie_word_embeddings", "false", "tie_word_embeddings (true or false, not 'false')"),
+        ("llama", "num_hidden_layers", 0, "num_hidden_layers (a positive whole number, not 0)"),
+        ("llama", "num_hidden_layers", 200_000, "num_hidden_layers of at most 2,048 (not 200,000)"),
+        ("llama", "vocab_size", 1 << 40, "vocab_size of at most"),
+        ("gpt2", "n_layer", 200_000, "n_layer of at most 2,048"),
+        ("opt", "word_embed_proj_dim", 64, "word_embed_proj_dim 64 differs from hidden_size 128"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused_by_the_key(
+    kind: str, key: str, value: object, told: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": kind, **CONFIGS[kind]}))
+    find_model(str(file))
+    file.write_text(json.dumps({"model_type": kind, **CONFIGS[kind], key: value}))
+    with pytest.raises(ModelError) as raised:
+        find_model(str(file))
+    assert told in str(raised.value)
+    assert str(file) in str(raised.value)
+
+
+def test_a_file_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="nested too deep"):
+        find_model(str(file))
+
+
+def test_a_configuration_of_ours_with_layers_beyond_measure_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "deep.toml"
+    file.write_text("[model]\nlayers = 200000\n")
+    with pytest.raises(ModelError, match=r"model\.layers 200,000: plans go up to 2,048 layers"):
+        find_model(str(file))
+
+
+def test_a_module_without_blocks_is_no_transformer() -> None:
+    with torch.device("meta"):
+        assert describe(GPT(ModelConfig(layers=0))) is None
+        assert describe(GPT(ModelConfig(layers=1))) is not None
+
+
+@pytest.mark.parametrize(
+    ("values", "file", "name"),
+    [
+        ({"_name_or_path": "org/small-gpt"}, "gpt/config.json", "org/small-gpt"),
+        ({"_name_or_path": "/models/small-gpt/"}, "gpt/config.json", "small-gpt"),
+        ({"_name_or_path": ""}, "gpt/config.json", "gpt"),
+        ({}, "gpt/config.json", "gpt"),
+        ({}, "gpt/small.json", "small"),
+    ],
+)
+def test_a_hugging_face_model_has_a_name(
+    values: dict[str, Any], file: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / file).write_text(json.dumps({"model_type": "gpt2", **CONFIGS["gpt2"], **values}))
+    subject = find_model(str(tmp_path / file))
+    assert subject.transformer is not None
+    assert subject.name == subject.transformer.name == name
+    monkeypatch.chdir(tmp_path / "gpt")
+    assert find_model(Path(file).name).name == name
 
 
 def test_every_known_type_is_tested() -> None:

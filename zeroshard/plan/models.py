@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,13 +19,10 @@ from ..config import Activations as Recomputed
 from ..train.gpt import ModelConfig
 from ..train.job import JobError, load_job, presets
 from .budget import Traced
+from .huggingface import HUGGINGFACE, Reader, described, read_config
 from .known_values import KnownValues
-from .shape import Setup, Transformer
+from .shape import MOST_LAYERS, ModelError, Setup, Transformer
 from .trace import trace
-
-
-class ModelError(ValueError):
-    """A model that cannot be planned for; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,8 @@ def find_model(source: str) -> Subject:
             f"--model {source}: no such preset{nearest(source, known)}; give one of {', '.join(known)}, a .toml "
             "configuration, a Hugging Face config.json, or module:factory"
         ) from None
+    if job.model.layers > MOST_LAYERS:
+        raise ModelError(f"--model {source}: model.layers {job.model.layers:,}: plans go up to {MOST_LAYERS:,} layers")
     return Subject(
         job.name,
         from_config(job.model, job.name),
@@ -110,137 +108,15 @@ def from_config(config: ModelConfig, name: str = "") -> Transformer:
     )
 
 
-# -- Hugging Face -----------------------------------------------------------------------------------------------------
-
-
-def _gpt2(read: Reader) -> Transformer:
-    return Transformer(
-        layers=read("n_layer"),
-        hidden=read("n_embd"),
-        heads=read("n_head"),
-        vocabulary=read("vocab_size"),
-        positions=read("n_positions"),
-        intermediate=read.optional("n_inner"),
-        tied=read.flag("tie_word_embeddings", True),
-    )
-
-
-def _llama(read: Reader) -> Transformer:
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        hidden=read("hidden_size"),
-        heads=read("num_attention_heads"),
-        kv_heads=read.optional("num_key_value_heads"),
-        head_width=read.optional("head_dim"),
-        vocabulary=read("vocab_size"),
-        intermediate=read("intermediate_size"),
-        gated=True,
-        biases=False,  # the few that Qwen 2 has in its attention are below a ten-thousandth
-        tied=read.flag("tie_word_embeddings", False),
-    )
-
-
-def _qwen(read: Reader) -> Transformer:
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        hidden=read("hidden_size"),
-        heads=read("num_attention_heads"),
-        vocabulary=read("vocab_size"),
-        intermediate=read("intermediate_size") // 2,  # the first Qwen counts both halves of the gated MLP
-        gated=True,
-        biases=False,
-        tied=read.flag("tie_word_embeddings", False),
-    )
-
-
-def _gpt_neox(read: Reader) -> Transformer:
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        hidden=read("hidden_size"),
-        heads=read("num_attention_heads"),
-        vocabulary=read("vocab_size"),
-        intermediate=read.optional("intermediate_size"),
-        tied=read.flag("tie_word_embeddings", False),
-    )
-
-
-def _opt(read: Reader) -> Transformer:
-    return Transformer(
-        layers=read("num_hidden_layers"),
-        hidden=read("hidden_size"),
-        heads=read("num_attention_heads"),
-        vocabulary=read("vocab_size"),
-        positions=read("max_position_embeddings") + 2,
-        intermediate=read("ffn_dim"),
-        tied=read.flag("tie_word_embeddings", True),
-    )
-
-
-HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "llama": _llama,
-    "mistral": _llama,
-    "opt": _opt,
-    "qwen": _qwen,
-    "qwen2": _llama,
-    "qwen3": _llama,
-}
-"""How the configuration of each model type is read."""
-
-
 TOLERANCE = 0.02
 """How far the parameters of a module may be from those of its description, relative to them."""
 
 
-class Reader:
-    """Reads numbers from a configuration, and names what is missing."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-        self.missing: list[str] = []
-
-    def __call__(self, key: str) -> int:
-        return self.optional(key, missing=True) or 1
-
-    def optional(self, key: str, missing: bool = False) -> int | None:
-        value = self._values.get(key)
-        if value is None and not missing:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.missing.append(key if value is None else f"{key} (a positive whole number, not {value!r})")
-            return None
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self._values.get(key, default))
-
-
 def from_huggingface(file: Path) -> Subject:
     """A model from its ``config.json``. Weights are not read."""
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"not JSON: {error}"
-        raise ModelError(f"--model {file}: {reason}") from None
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ModelError(f"--model {file}: no Hugging Face configuration; it has no 'model_type'")
-    kind = values["model_type"]
-    if kind not in HUGGINGFACE:
-        raise ModelError(
-            f"--model {file}: model_type {kind!r} is not known{nearest(kind, list(HUGGINGFACE))}; known: "
-            f"{', '.join(HUGGINGFACE)}. Any other is planned from a function that builds it: --model module:factory"
-        )
-    read = Reader(values)
-    model = HUGGINGFACE[kind](read)
-    if read.missing:
-        raise ModelError(f"--model {file}: model_type {kind!r} needs {', '.join(read.missing)}")
-    if model.head_width is None and model.hidden % model.heads:
-        raise ModelError(f"--model {file}: {model.heads} heads do not divide a hidden size of {model.hidden}")
-    name = file.parent.name if file.name == "config.json" and file.parent.name else file.stem
-    longest = read.optional("n_positions") or read.optional("max_position_embeddings")
+    model, longest = read_config(file)
     sequence = min(1024, longest) if longest else 1024
-    return Subject(name, model, sequence=sequence, longest=longest)
+    return Subject(model.name, model, sequence=sequence, longest=longest)
 
 
 def describe(module: nn.Module) -> Transformer | None:
@@ -251,10 +127,10 @@ def describe(module: nn.Module) -> Transformer | None:
         found = from_config(config)
     elif hasattr(config, "to_dict") and getattr(config, "model_type", None) in HUGGINGFACE:
         read = Reader(config.to_dict())
-        found = HUGGINGFACE[config.model_type](read)
-        found = None if read.missing else found
+        found = described(config.model_type, read).transformer
+        found = None if read.told else found
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    if found is None or abs(trained - found.parameters) > TOLERANCE * found.parameters:
+    if found is None or not found.layers or abs(trained - found.parameters) > TOLERANCE * found.parameters:
         return None
     return found
 

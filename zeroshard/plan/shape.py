@@ -13,6 +13,13 @@ from ..offload.options import Offload
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
+MOST_LAYERS = 2048
+"""Twice the deepest transformers that were trained; more is a mistake, and would take minutes to plan."""
+
+
+class ModelError(ValueError):
+    """A model that cannot be planned for; the message says why and what to do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:

@@ -1,0 +1,200 @@
+"""Transformers from a Hugging Face ``config.json``: which numbers make each family's shape, and what is refused.
+
+Weights are not read, and transformers itself is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..checks import nearest
+from .shape import MOST_LAYERS, ModelError, Transformer
+
+MOST = 1 << 31
+"""The largest number that a size may be."""
+
+
+class Reader:
+    """Reads values from a configuration, and names those that are missing or cannot be."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.missing: list[str] = []
+        self.wrong: list[str] = []
+        """Sentences about values that are there but contradict others."""
+
+    def __call__(self, key: str, most: int = MOST) -> int:
+        return self.optional(key, most, missing=True) or 1
+
+    def optional(self, key: str, most: int = MOST, *, missing: bool = False) -> int | None:
+        value = self._values.get(key)
+        if value is None and not missing:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.missing.append(key if value is None else f"{key} (a positive whole number, not {value!r})")
+            return None
+        if value > most:
+            self.missing.append(f"{key} of at most {most:,} (not {value:,})")
+            return None
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A missing one is the default; null is false, as transformers has it."""
+        value = self._values.get(key, default)
+        if value is not None and not isinstance(value, bool):
+            self.missing.append(f"{key} (true or false, not {value!r})")
+        return bool(value)
+
+    def heads_of_keys(self, key: str, heads: int) -> int | None:
+        """Those of keys and values, each for as many heads of queries."""
+        found = self.optional(key)
+        if found is not None and heads % found:
+            self.wrong.append(f"{key} {found} must divide the {heads} heads that share them")
+        return found
+
+    def same(self, key: str, other: str, why: str) -> None:
+        """Refuses a configuration where two sizes differ."""
+        value, expected = self.optional(key), self.optional(other)
+        if value is not None and value != expected:
+            self.wrong.append(f"{key} {value} differs from {other} {expected}: {why}")
+
+    @property
+    def told(self) -> str:
+        """What is wrong, or nothing."""
+        needs = [f"needs {', '.join(dict.fromkeys(self.missing))}"] if self.missing else []
+        return "; ".join([*needs, *self.wrong])
+
+
+def _gpt2(read: Reader) -> Transformer:
+    return Transformer(
+        layers=read("n_layer", MOST_LAYERS),
+        hidden=read("n_embd"),
+        heads=read("n_head"),
+        vocabulary=read("vocab_size"),
+        positions=read("n_positions"),
+        intermediate=read.optional("n_inner"),
+        tied=read.flag("tie_word_embeddings", True),
+    )
+
+
+def _llama(read: Reader) -> Transformer:
+    heads = read("num_attention_heads")
+    return Transformer(
+        layers=read("num_hidden_layers", MOST_LAYERS),
+        hidden=read("hidden_size"),
+        heads=heads,
+        kv_heads=read.heads_of_keys("num_key_value_heads", heads),
+        head_width=read.optional("head_dim"),
+        vocabulary=read("vocab_size"),
+        intermediate=read("intermediate_size"),
+        gated=True,
+        biases=False,  # the few that Qwen 2 has in its attention are below a ten-thousandth
+        tied=read.flag("tie_word_embeddings", False),
+    )
+
+
+def _qwen(read: Reader) -> Transformer:
+    return Transformer(
+        layers=read("num_hidden_layers", MOST_LAYERS),
+        hidden=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        vocabulary=read("vocab_size"),
+        intermediate=read("intermediate_size") // 2,  # the first Qwen counts both halves of the gated MLP
+        gated=True,
+        biases=False,
+        tied=read.flag("tie_word_embeddings", False),
+    )
+
+
+def _gpt_neox(read: Reader) -> Transformer:
+    return Transformer(
+        layers=read("num_hidden_layers", MOST_LAYERS),
+        hidden=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        vocabulary=read("vocab_size"),
+        intermediate=read.optional("intermediate_size"),
+        tied=read.flag("tie_word_embeddings", False),
+    )
+
+
+def _opt(read: Reader) -> Transformer:
+    read.same("word_embed_proj_dim", "hidden_size", "projections around the blocks are not planned from a config.json")
+    return Transformer(
+        layers=read("num_hidden_layers", MOST_LAYERS),
+        hidden=read("hidden_size"),
+        heads=read("num_attention_heads"),
+        vocabulary=read("vocab_size"),
+        positions=read("max_position_embeddings") + 2,
+        intermediate=read("ffn_dim"),
+        tied=read.flag("tie_word_embeddings", True),
+    )
+
+
+HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _llama,
+    "opt": _opt,
+    "qwen": _qwen,
+    "qwen2": _llama,
+    "qwen3": _llama,
+}
+"""How the configuration of each model type is read."""
+
+
+class Described(NamedTuple):
+    """What a configuration says."""
+
+    transformer: Transformer
+    longest: int | None
+    """The longest sequence it takes, if that is limited."""
+
+
+def described(kind: str, read: Reader) -> Described:
+    """The shape of a known model type; what is wrong with it is in ``read.told``."""
+    model = HUGGINGFACE[kind](read)
+    if not read.missing and model.head_width is None and model.hidden % model.heads:
+        read.wrong.append(f"{model.heads} heads do not divide a hidden size of {model.hidden}")
+    return Described(model, read.optional("n_positions") or read.optional("max_position_embeddings"))
+
+
+def read_config(file: Path) -> Described:
+    """A model from its ``config.json``."""
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"not JSON: {error}"
+        raise ModelError(f"--model {file}: {reason}") from None
+    except RecursionError:
+        raise ModelError(f"--model {file}: no Hugging Face configuration; it is nested too deep") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ModelError(f"--model {file}: no Hugging Face configuration; it has no 'model_type'")
+    kind = values["model_type"]
+    if kind not in HUGGINGFACE:
+        raise ModelError(
+            f"--model {file}: model_type {kind!r} is not known{nearest(kind, list(HUGGINGFACE))}; known: "
+            f"{', '.join(HUGGINGFACE)}. Any other is planned from a function that builds it: --model module:factory"
+        )
+    read = Reader(values)
+    found = described(kind, read)
+    if read.told:
+        remedy = ". What is not planned from a config.json is from a function that builds it: --model module:factory"
+        raise ModelError(f"--model {file}: model_type {kind!r} {read.told}{remedy if read.wrong else ''}")
+    return Described(replace(found.transformer, name=_name(file, values)), found.longest)
+
+
+def _name(file: Path, values: Mapping[str, Any]) -> str:
+    """What the model was loaded by, the folder's name, or the architecture's."""
+    given = values.get("_name_or_path")
+    if isinstance(given, str) and given.strip(" ./"):
+        return Path(given).name if given.startswith(("/", ".", "~")) else given.strip()
+    if file.name != "config.json":
+        return file.stem
+    architectures = values.get("architectures")
+    known = architectures[0] if isinstance(architectures, list) and architectures else values["model_type"]
+    return file.absolute().parent.name or str(known)
