@@ -22,6 +22,7 @@ def largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware)
             "parameters": model.parameters if model is not None else 0,
             "layers": model.layers if model is not None else 0,
             "hidden": model.hidden if model is not None else 0,
+            "heads": model.heads if model is not None else 0,
         }
         for row, model in found
     ]

@@ -21,7 +21,7 @@ from .volume import Volume, volume
 LARGEST_BATCH = 1 << 20
 LARGEST_HIDDEN = 1 << 18
 HEAD = 128
-"""Width of a head, and the step of hidden sizes, of models that are made up."""
+"""Width of a head, and so the step of hidden sizes, of models that are made up."""
 VOCABULARY = 50257
 AS_FAST = 0.95
 """Of two that differ by less in tokens a second, which is less than can be foreseen, the one that changes less is
@@ -141,9 +141,15 @@ def recommend(rows: Sequence[Row]) -> Row | None:
 # -- the largest model ------------------------------------------------------------------------------------------------
 
 
-def gpt(hidden: int, layers: int, vocabulary: int, positions: int) -> Transformer:
+def gpt(heads: int, layers: int, vocabulary: int, setup: Setup) -> Transformer:
     """A GPT of some size."""
-    return Transformer(layers=layers, hidden=hidden, heads=hidden // HEAD, vocabulary=vocabulary, positions=positions)
+    hidden = heads * head_width(setup.model_parallel)
+    return Transformer(layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, positions=setup.sequence)
+
+
+def head_width(model_parallel: int) -> int:
+    """Of models that are made up. Where many ranks share the heads, more and smaller ones leave a choice of sizes."""
+    return HEAD if model_parallel <= 16 else HEAD // 2
 
 
 def usual_layers(hidden: int) -> int:
@@ -164,23 +170,28 @@ def largest_models(
         for variant in variants(stage, setup, hardware):
             asked = replace(setup, stage=stage, offload=variant.offload)
             model = largest_model(asked, hardware, vocabulary)
-            shown = model or gpt(HEAD, 2, vocabulary, setup.sequence)
+            shown = model or gpt(setup.model_parallel, 2, vocabulary, setup)
             found.append((Row(variant, shown, asked, hardware), model))
     return found
 
 
 def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY) -> Transformer | None:
-    """The largest GPT of a usual shape that fits: the widest one, then as deep as goes before the next width."""
+    """The largest GPT of a usual shape that fits: the widest one, then as deep as goes before the next width.
 
-    def fits(hidden: int, layers: int) -> bool:
-        return Row(Variant("", setup.offload), gpt(hidden, layers, vocabulary, setup.sequence), setup, hardware).fits
+    Its heads go evenly to the ranks that share it.
+    """
+    ranks = setup.model_parallel
+    step = ranks * head_width(ranks)  # of the hidden size, from width to width
 
-    width = HEAD * _largest(lambda heads: fits(HEAD * heads, usual_layers(HEAD * heads)), LARGEST_HIDDEN // HEAD)
-    if not width:
+    def fits(steps: int, layers: int) -> bool:
+        return Row(Variant("", setup.offload), gpt(steps * ranks, layers, vocabulary, setup), setup, hardware).fits
+
+    widest = _largest(lambda steps: fits(steps, usual_layers(steps * step)), LARGEST_HIDDEN // step)
+    if not widest:
         return None
-    usual = usual_layers(width)
-    more = _largest(lambda extra: fits(width, usual + extra), usual)
-    return gpt(width, usual + more, vocabulary, setup.sequence)
+    usual = usual_layers(widest * step)
+    more = _largest(lambda extra: fits(widest, usual + extra), 2 * usual)
+    return gpt(widest * ranks, usual + more, vocabulary, setup)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
