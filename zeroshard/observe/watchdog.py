@@ -6,10 +6,12 @@ still described, and a rank which died is known by its silence.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import threading
 import time
+import weakref
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -18,6 +20,10 @@ from .. import compat
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3
+LEAVE_SECONDS = 5.0
+"""How long a post under way is waited for when the interpreter ends."""
+
+_posting: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 class Post(NamedTuple):
@@ -42,6 +48,7 @@ class Watchdog:
         """Begins to post. ``name`` is the same on all ranks, and no other group's."""
         watchdog = cls(compat.default_store(), rank, world, f"zeroshard/{name}")
         watchdog._thread.start()
+        _posting.add(watchdog)
         return watchdog
 
     def note(self, where: str) -> None:
@@ -111,3 +118,13 @@ class Watchdog:
         except (RuntimeError, dist.DistError):
             return {}
         return posts
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that comes back from the store when the interpreter is gone would be ended by C++, with the process."""
+    watchdogs = list(_posting)
+    for watchdog in watchdogs:
+        watchdog.stop()
+    for watchdog in watchdogs:
+        watchdog._thread.join(LEAVE_SECONDS)
