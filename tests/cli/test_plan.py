@@ -262,7 +262,7 @@ def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> No
         (["--max-model", "--gpu-memory", "32", "--tokens", "1e9"], "--tokens is about one model"),
         (["--max-model", "--gpu-memory", "32", "--scale", "1..8"], "--scale is about one model"),
         (["--paper", "--model", "tiny"], "--model would have no effect"),
-        (["--calibrate", "mine.toml", "--no-checkpointing"], "--checkpointing would have no effect"),
+        (["--calibrate", "mine.toml", "--no-checkpointing"], "--no-checkpointing would have no effect"),
         (["--model", "tiny", "--gpu-memory", "32", "--seq", "0"], "--seq 0: must be above 0"),
         (["--model", "tiny", "--gpu-memory", "32", "--tokens", "-3"], "--tokens -3: must be above 0"),
         (["--model", "tiny", "--gpu-memory", "32", "--scale", "64..8"], "the smaller first"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from zeroshard.config import Activations as Recomputed
 from zeroshard.plan.activations import transformer_activations
 from zeroshard.plan.budget import Traced
 from zeroshard.plan.machine_profile import load
@@ -15,6 +18,7 @@ from zeroshard.plan.time import step_time
 from zeroshard.plan.trace import trace
 from zeroshard.plan.unit_costs import work_of
 from zeroshard.plan.units import transformer_units
+from zeroshard.plan.volume import volume
 from zeroshard.train.gpt import GPT, ModelConfig
 
 
@@ -91,6 +95,45 @@ def test_attention_that_gives_its_weights_keeps_them() -> None:
     with torch.device("meta"):
         model, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.empty(2, 512, 64)
     assert trace(model, (x, x, x), "bf16", 2, 512, 1 << 30).activations.saved > 2 * 2 * 4 * 512 * 512
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_blocks_that_shard_recomputes_leave_what_blocks_leave_that_recompute_themselves(tied: bool) -> None:
+    shape = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128, "vocabulary": 3000, "tied": tied}
+    with torch.device("meta"):
+        themselves, model = GPT(ModelConfig(**shape, checkpointing=True)), GPT(ModelConfig(**shape))  # type: ignore[arg-type]
+    expected = trace(themselves, None, "bf16", 4, 128, 1 << 30)
+    seen = trace(model, None, "bf16", 4, 128, 1 << 30, recomputed=Recomputed())
+    assert seen.activations == expected.activations
+    assert seen.backward_flops == expected.backward_flops
+    assert seen.recomputes
+    assert expected.recomputes
+    assert seen.checkpoints == 4 * 4 * 128 * 256 * 2
+    again = trace(model, None, "bf16", 4, 128, 1 << 30)
+    assert not again.recomputes
+    assert again.activations.saved > 2 * seen.activations.saved
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_checkpoints_on_the_host_of_a_traced_gpt_are_those_of_its_description(prefetch: int) -> None:
+    config = ModelConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=300)
+    with torch.device("meta"):
+        model = GPT(config)
+    kept = Recomputed(offload=True, prefetch=prefetch)
+    seen = trace(model, None, "bf16", 4, 128, 1 << 30, recomputed=kept)
+    setup = Setup(stage=0, batch=4, sequence=128, activations=kept)
+    shape = from_config(config)
+    planned = transformer_activations(shape, setup)
+    assert seen.activations.host == planned.host
+    assert seen.activations.saved == pytest.approx(planned.saved + 2 * 2 * 4 * 128 * 256, rel=0.02)  # two are leaving
+    assert seen.activations.forward[3:] == pytest.approx(planned.forward[3:], rel=0.05)
+    weight = 2 * 4 * 256 * 256
+    assert seen.activations.backward[3:] == pytest.approx([size + weight for size in planned.backward[3:]], rel=0.05)
+    assert volume(seen, setup) == volume(shape, setup)
+    work, machine = seen.work, load("h200")
+    assert work is not None
+    slow = replace(machine, pcie=replace(machine.pcie, down=1e6, up=1e6))
+    assert step_time(work, setup, slow).total == pytest.approx(step_time(shape, setup, slow).total, rel=0.01)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -17,6 +17,7 @@ from zeroshard import machine
 from zeroshard.checks import DTYPES
 from zeroshard.config import Activations
 from zeroshard.plan import as_json, calibrate, choice, paper_table, report
+from zeroshard.plan.budget import Traced
 from zeroshard.plan.choice import Row
 from zeroshard.plan.hardware import Hardware, find_hardware
 from zeroshard.plan.machine_profile import calibrated_file
@@ -103,7 +104,7 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer what was asked; 2 for bad input, 1 if nothing fits."""
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    console = Console(emoji=False) if sys.stdout.isatty() else Console(width=WIDTH, emoji=False)
     try:
         _check(arguments)
         if arguments.paper:
@@ -134,9 +135,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _refuse_unused(arguments: argparse.Namespace) -> None:
     """Options that the question asked has no use for."""
-    known = {name: value for name, value in vars(arguments).items() if name not in ("run", "command", "argv")}
-    usual = {"micro_batches": (1,), "checkpointing": (None,)}
-    given = {name.replace("_", "-") for name, value in known.items() if value not in usual.get(name, (None, False))}
+    given = _given(arguments)
     for question, used in (("paper", {"json"}), ("calibrate", set[str]())):
         rest = sorted(given - used - {question})
         if question in given and rest:
@@ -147,6 +146,14 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
     for option in ("partition", "activation-offload"):
         if arguments.checkpointing is False and option in given:
             raise ValueError(f"--{option} is about checkpoints, and --no-checkpointing leaves none")
+
+
+def _given(arguments: argparse.Namespace) -> set[str]:
+    """Names of the options that were."""
+    known = {name: value for name, value in vars(arguments).items() if name not in ("run", "command", "argv")}
+    usual = {"micro_batches": (1,), "checkpointing": (None,)}
+    found = {name.replace("_", "-") for name, value in known.items() if value not in usual.get(name, (None, False))}
+    return found - {"checkpointing"} | {"no-checkpointing"} if arguments.checkpointing is False else found
 
 
 def _calibrate(given: str, console: Console) -> int:
@@ -180,7 +187,14 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
         # A preset is trained with positions for as many tokens as it is given.
         there = replace(subject.transformer, positions=arguments.seq)
         subject = replace(subject, transformer=there, longest=None)
+    if subject is not None and subject.factory is not None:
+        if arguments.max_model:
+            raise ValueError(f"--max-model makes up its models: leave --model {arguments.model} out")
+        subject.factory.check_undivided(arguments.model_parallel or 1, arguments.partition)
     setup = _setup(arguments, subject, hardware)
+    if subject is not None and subject.factory is not None:
+        setup = subject.factory.settle(setup, _given(arguments))
+        subject = replace(subject, batch=setup.batch)
     if arguments.max_model:
         vocabulary = choice.VOCABULARY
         if subject is not None and subject.transformer is not None:
@@ -229,7 +243,7 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
         raise ValueError(f"--seq {sequence}: {subject.name} takes {subject.longest} tokens at most")
     checkpointing = arguments.checkpointing
     if checkpointing is None:
-        checkpointing = subject.checkpointing if subject is not None else True
+        checkpointing = subject is None or subject.checkpointing or activations is not None
     return Setup(
         stage=0,
         world=hardware.gpus // degree,
@@ -259,6 +273,11 @@ def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict
         asked = "--tokens" if arguments.tokens is not None else "--scale"
         raise ValueError(f"{asked} needs a predicted time: give --machine NAME, or measure this one with --calibrate")
     if arguments.tokens is not None:
+        if isinstance(row.model, Traced) and not row.model.tokens_known:
+            raise ValueError(
+                f"--tokens: how many a step takes is not known of {row.model.name}, whose inputs are no token ids; if "
+                "they are sequences of something, let the function take a parameter called sequence and make them of it"
+            )
         price = cost(row.work, row.setup, hardware.machine, arguments.tokens)
         found["training"] = {
             "tokens": arguments.tokens,
@@ -280,11 +299,12 @@ def _points(arguments: argparse.Namespace, row: Row) -> list[ScalePoint]:
 
 def _scaled(row: Row, point: ScalePoint) -> dict[str, Any]:
     there = replace(row.setup, world=point.devices // row.setup.model_parallel)
+    known = not isinstance(row.model, Traced) or row.model.tokens_known
     return {
         "gpus": point.devices,
         "fits": replace(row, setup=there, hardware=row.hardware.grown(point.devices)).fits,
         "step_seconds": point.time.total,
-        "tokens_a_second": point.tokens_a_second,
+        ("tokens" if known else "samples") + "_a_second": point.tokens_a_second,
         "efficiency": point.efficiency,
         "exposed_communication": point.exposed,
     }

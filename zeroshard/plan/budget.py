@@ -110,6 +110,12 @@ class Traced:
     backward_flops: float = 0.0
     logits: float = 0.0
     """Elements that its cross-entropy passes over."""
+    recomputes: bool = False
+    """Whether blocks are recomputed in backward, by the module itself or by ``shard(activations=...)``."""
+    checkpoints: int = 0
+    """Bytes of what ``shard(activations=...)`` keeps of all blocks."""
+    tokens_known: bool = True
+    """Whether it is given so many sequences of so many tokens; if not, so many samples of some kind."""
 
     @property
     def parameters(self) -> int:
@@ -134,6 +140,7 @@ class Traced:
             written=(0.0, *self.forward_written[1:]),
             product=max(forward[1:] or forward) / BLOCK_FLOPS,
             logits=self.logits,
+            checkpoint=self.checkpoints / max(1, len(self.units) - 1),
         )
 
 

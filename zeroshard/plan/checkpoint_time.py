@@ -11,18 +11,23 @@ from __future__ import annotations
 from ..bounds import ON_THEIR_WAY
 from .machine_profile import Machine
 from .ring import Ring
-from .shape import Setup, Transformer
+from .shape import Setup, Transformer, Work
 from .timeline import Lane, Timeline
 
 
 class CheckpointTime:
     """The checkpoints of one micro-batch after another. Blocks count from 0."""
 
-    def __init__(self, model: Transformer, setup: Setup, machine: Machine, ring: Ring, timeline: Timeline) -> None:
+    def __init__(
+        self, model: Transformer | Work, setup: Setup, machine: Machine, ring: Ring, timeline: Timeline
+    ) -> None:
         kept = setup.activations
         assert kept is not None
         self._timeline, self._lane = timeline, ring.lane
-        size = setup.batch * setup.sequence * model.hidden * setup.width
+        if isinstance(model, Transformer):
+            size: float = setup.batch * setup.sequence * model.hidden * setup.width
+        else:
+            size = model.checkpoint
         part = size / setup.model_parallel if kept.partition else size
         self._down = part / machine.pcie.down if kept.offload else 0.0
         self._up = part / machine.pcie.up if kept.offload else 0.0
@@ -57,9 +62,9 @@ class CheckpointTime:
 
 
 def checkpoint_time(
-    model: object, setup: Setup, machine: Machine, ring: Ring, timeline: Timeline
+    model: Transformer | Work, setup: Setup, machine: Machine, ring: Ring, timeline: Timeline
 ) -> CheckpointTime | None:
-    """None where checkpoints stay where they are, or the model's shape is not known."""
+    """None where checkpoints stay where they are."""
     kept = setup.activations
     moves = setup.checkpointing and kept is not None and (kept.partition or kept.offload)
-    return CheckpointTime(model, setup, machine, ring, timeline) if moves and isinstance(model, Transformer) else None
+    return CheckpointTime(model, setup, machine, ring, timeline) if moves else None

@@ -11,7 +11,7 @@ import torch
 
 from ..config import Activations
 from ..offload.options import Offload
-from .budget import WORKSPACE, Budget, Model, budget
+from .budget import WORKSPACE, Budget, Model, Traced, budget
 from .hardware import Hardware
 from .models import Subject
 from .shape import Setup, Transformer, Work
@@ -114,8 +114,15 @@ def plan(subject: Subject, setup: Setup, hardware: Hardware, batch: int | Litera
             asked = replace(setup, stage=stage, offload=variant.offload, batch=1 if batch == "max" else batch)
             if batch == "max":
                 asked = replace(asked, batch=largest_batch(subject, asked, hardware))
-            found.append(Row(variant, subject.model(asked), asked, hardware))
+            found.append(_row(variant, subject, asked, hardware))
     return found
+
+
+def _row(variant: Variant, subject: Subject, setup: Setup, hardware: Hardware) -> Row:
+    model = subject.model(setup)
+    if isinstance(model, Traced):  # which shows whether blocks are recomputed
+        setup = replace(setup, checkpointing=model.recomputes)
+    return Row(variant, model, setup, hardware)
 
 
 def largest_batch(subject: Subject, setup: Setup, hardware: Hardware) -> int:
@@ -123,7 +130,7 @@ def largest_batch(subject: Subject, setup: Setup, hardware: Hardware) -> int:
 
     def fits(batch: int) -> bool:
         asked = replace(setup, batch=batch)
-        return Row(Variant("", setup.offload), subject.model(asked), asked, hardware).fits
+        return _row(Variant("", setup.offload), subject, asked, hardware).fits
 
     return max(1, _largest(fits, LARGEST_BATCH))
 

@@ -24,7 +24,8 @@ from .budget import KINDS, DeviceMemory
 from .choice import Row, Variant, recommend, shard_options, variants
 from .hardware import GB, Hardware, profile_of
 from .memory import STATES_SHARE
-from .module import has_kernel, known, setup_of, tokens_of
+from .module import has_kernel, known, setup_of
+from .trace import tokens_of
 
 SUGGESTED = 3
 """Settings that are named, at most, where what was asked for does not fit."""

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..checks import nearest
@@ -19,10 +13,9 @@ from ..config import Activations as Recomputed
 from ..train.gpt import ModelConfig
 from ..train.job import JobError, load_job, presets
 from .budget import Traced
+from .factory import Factory
 from .huggingface import HUGGINGFACE, Reader, described, read_config
-from .known_values import KnownValues
 from .shape import MOST_LAYERS, ModelError, Setup, Transformer
-from .trace import trace
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,9 @@ class Subject:
         if self.transformer is not None:
             return self.transformer
         assert self.factory is not None
-        return self.factory.traced(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes)
+        return self.factory.traced(
+            setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations
+        )
 
 
 def find_model(source: str) -> Subject:
@@ -63,7 +58,7 @@ def find_model(source: str) -> Subject:
     if Path(source).is_dir():
         return from_huggingface(Path(source) / "config.json")
     if ":" in source:
-        return Subject(source, None, Factory(source), batch=1)
+        return Subject(source, None, Factory(source), batch=1, checkpointing=False)
     try:
         job = load_job(source)
     except JobError as error:
@@ -133,67 +128,3 @@ def describe(module: nn.Module) -> Transformer | None:
     if found is None or not found.layers or abs(trained - found.parameters) > TOLERANCE * found.parameters:
         return None
     return found
-
-
-# -- any module -------------------------------------------------------------------------------------------------------
-
-
-class Factory:
-    """``module:function``, where the function returns an ``nn.Module``, or one and its inputs.
-
-    Inputs are a tuple or a dict of tensors on the meta device. A function that has parameters called ``batch`` and
-    ``sequence`` is given them. Without inputs, token ids are tried.
-    """
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        module, _, name = source.partition(":")
-        if not module or not name:
-            raise ModelError(f"--model {source}: must be module:factory, as in my_project.models:build")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        try:
-            found: Any = importlib.import_module(module)
-        except Exception as error:
-            raise ModelError(f"--model {source}: {module} cannot be imported: {_told(error)}") from None
-        for part in name.split("."):
-            if not hasattr(found, part):
-                functions = [known for known, value in vars(found).items() if callable(value)]
-                raise ModelError(f"--model {source}: {module} has no {part!r}{nearest(part, functions)}")
-            found = getattr(found, part)
-        if not callable(found):
-            raise ModelError(f"--model {source}: {name} is no function, but {type(found).__name__}")
-        self.function: Callable[..., Any] = found
-
-    @lru_cache(maxsize=64)  # noqa: B019 - one lives as long as the command
-    def traced(self, precision: str, batch: int, sequence: int, max_unit_bytes: int) -> Traced:
-        """Builds the module on the meta device and traces a forward and backward."""
-        import inspect
-
-        known = inspect.signature(self.function).parameters
-        given = {key: value for key, value in (("batch", batch), ("sequence", sequence)) if key in known}
-        try:
-            with torch.device("meta"), KnownValues() as values:
-                made = self.function(**given)
-        except Exception as error:
-            raise ModelError(f"--model {self.source}: building it on the meta device failed: {_told(error)}") from None
-        model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-        if not isinstance(model, nn.Module):
-            raise ModelError(
-                f"--model {self.source}: must return an nn.Module, or one and its inputs, not {type(made).__name__}"
-            )
-        try:
-            return trace(
-                model.to("meta"), inputs, precision, batch, sequence, max_unit_bytes, name=self.source, values=values
-            )
-        except Exception as error:
-            raise ModelError(
-                f"--model {self.source}: tracing {type(model).__name__} on the meta device failed: {_told(error)}; "
-                "return (module, inputs) if it does not take token ids, and keep values that follow from parameters or "
-                "random numbers out of its control flow"
-            ) from None
-
-
-def _told(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

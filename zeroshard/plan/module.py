@@ -18,7 +18,7 @@ from .budget import Traced
 from .memory import state_tensors
 from .models import describe
 from .shape import Setup, Transformer
-from .trace import trace
+from .trace import tokens_of, trace
 from .units import buffer_bytes, module_units
 
 
@@ -85,15 +85,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 def _inputs(example: Any) -> Any:
     return (example,) if isinstance(example, Tensor) else example
-
-
-def tokens_of(example: Any) -> tuple[int, int]:
-    """Batch and sequence of the first tensor of token ids; zeros if there is none."""
-    values = example.values() if hasattr(example, "values") and not isinstance(example, Tensor) else _inputs(example)
-    for value in values:
-        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
-            return value.shape[0], value.shape[1]
-    return 0, 0
 
 
 def _checkpoints(model: nn.Module) -> bool:

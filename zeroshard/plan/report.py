@@ -35,10 +35,12 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     """Every stage and offload, with memory of one rank as a bar."""
     model, setup = rows[0].model, rows[0].setup
     batches = {row.setup.batch for row in rows}
-    kept = ", checkpointed" if setup.checkpointing and isinstance(model, Transformer) else ""
+    kept = ", checkpointed" if setup.checkpointing else ""
+    tokens = f" × {setup.sequence}" if isinstance(model, Transformer) or model.tokens_known else ""
     batch = f"batch {setup.batch}" if len(batches) == 1 else "largest batch"
     console.print(
-        f"{model.name}: {_count(model.parameters)} parameters, {setup.precision}, {batch} × {setup.sequence}{kept}"
+        f"{model.name}: {_count(model.parameters)} parameters, {setup.precision}, {batch}{tokens}{kept}",
+        markup=False,
     )
     console.print(f"on {hardware}", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1))
@@ -156,11 +158,12 @@ def _shortage(rows: Sequence[Row]) -> str:
     nearest = min(rows, key=lambda row: sum(lacking(row).values()))
     missing = " and ".join(f"{_gb(size)} GB of {kind} memory" for kind, size in lacking(nearest).items())
     setup = nearest.setup
-    remedies = ["more GPUs", *(["a smaller --batch"] if setup.batch > 1 else []), "a smaller --seq"]
+    remedies = ["more GPUs", *(["a smaller --batch"] if setup.batch > 1 else [])]
+    remedies += ["a smaller --seq"] if isinstance(nearest.model, Transformer) or nearest.model.tokens_known else []
     remedies += [] if setup.checkpointing else ["--checkpointing"]
     return (
         f"Nothing fits. Stage {setup.stage}, offload {nearest.variant.name} comes nearest: a rank lacks {missing}. "
-        f"Use {', '.join(remedies[:-1])} or {remedies[-1]}."
+        f"Use {' or '.join([', '.join(remedies[:-1]), remedies[-1]] if remedies[1:] else remedies)}."
     )
 
 
@@ -175,13 +178,14 @@ def print_extras(extras: dict[str, Any], console: Console) -> None:
         )
     if "scale" in extras:
         table = Table(box=None, pad_edge=False, padding=(0, 2))
-        for title in ("GPUs", "step s", "tokens/s", "efficiency", "exposed communication", "fits"):
+        counted = next(name for name in ("tokens", "samples") if f"{name}_a_second" in extras["scale"][0])
+        for title in ("GPUs", "step s", f"{counted}/s", "efficiency", "exposed communication", "fits"):
             table.add_column(title, justify="right")
         for point in extras["scale"]:
             table.add_row(
                 str(point["gpus"]),
                 f"{point['step_seconds']:.3g}",
-                f"{point['tokens_a_second']:,.0f}",
+                f"{point[f'{counted}_a_second']:,.0f}",
                 f"{point['efficiency']:.0%}",
                 f"{point['exposed_communication']:.0%}",
                 "yes" if point["fits"] else "no",

@@ -126,6 +126,8 @@ class Work(NamedTuple):
     """Multiply-adds of a typical product, on which the speed of all depends."""
     logits: float = 0.0
     """Elements that the loss passes over, in fp32."""
+    checkpoint: float = 0.0
+    """Bytes of what is kept of a block that is recomputed, on average."""
 
 
 @dataclass(frozen=True, kw_only=True)

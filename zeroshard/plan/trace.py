@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import compat
 from ..checks import DTYPES
+from ..config import Activations as Recomputed
 from ..layout import UnitSpec, find_units
 from .activations import Activations
 from .budget import Traced
 from .known_values import KnownValues
+from .recomputing import Recomputing
 from .units import buffer_bytes, module_units
 
 TARGETS = ("labels", "targets")
@@ -40,10 +43,12 @@ def trace(
     name: str = "",
     chosen: Sequence[str | type[nn.Module]] | None = None,
     values: KnownValues | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Traced:
     """Traces a model that is on the meta device. Without inputs it is given token ids, all zero.
 
     Its outputs are summed to a loss where they are none yet. ``values``: what is known of inputs on the meta device.
+    ``recomputed``: what ``shard(activations=...)`` is given.
     """
     dtype = DTYPES[precision]
     buffers = buffer_bytes(model)
@@ -52,12 +57,14 @@ def trace(
             parameter.data = parameter.data.to(dtype)
     units = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
     watch = _Watch(model, units)
+    recomputing = Recomputing(recomputed or Recomputed())
+    blocks = [unit.module for unit in units[1:]] if recomputed is not None else []
     try:
         known = values or KnownValues()
         known.forget(model.parameters())
         with known:
             args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
-        with known, watch, _KnownFunctions(watch):
+        with known, watch, _KnownFunctions(watch), recomputing.of(blocks):
             output = model(*args, **kwargs)
             watch.end_forward()
             loss = _loss(output)
@@ -69,11 +76,14 @@ def trace(
         name or type(model).__name__,
         module_units(model, dtype.itemsize, max_unit_bytes, chosen),
         buffers,
-        watch.activations(),
+        replace(watch.activations(), host=recomputing.on_host),
         tuple(watch.forward_flops),
         tuple(written / dtype.itemsize for written in watch.forward_written),
         watch.backward_flops,
         watch.logits,
+        recomputes=watch.recomputes or bool(blocks),
+        checkpoints=recomputing.bytes,
+        tokens_known=inputs is None or tokens_of(inputs) != (0, 0),
     )
 
 
@@ -94,6 +104,19 @@ def _arguments(
         return [], {key: ready(value) for key, value in inputs.items()}
     values = [inputs] if isinstance(inputs, Tensor) else inputs
     return [ready(value) for value in values], {}
+
+
+def tokens_of(inputs: Any) -> tuple[int, int]:
+    """Batch and sequence of the first tensor of token ids; zeros if there is none."""
+    for value in _tensors(inputs):
+        if value.dim() == 2 and not value.is_floating_point():
+            return value.shape[0], value.shape[1]
+    return 0, 0
+
+
+def samples_of(inputs: Any) -> int:
+    """How many there seem to be in a micro-batch: as the first of its tensors has rows."""
+    return next((value.shape[0] for value in _tensors(inputs) if value.dim()), 1)
 
 
 def _loss(output: Any) -> Tensor:
@@ -130,6 +153,8 @@ class _Watch(compat.OperationWatch):
         self._count = len(units)
         self._forward, self._backward, self._after = ([0] * len(units) for _ in range(3))
         self._loss = self._saved = self._early = 0
+        self.recomputes = False
+        """Whether the module itself does, in backward."""
         self._turned = False
         """Whether the model has returned: what is computed now is the loss, or backward."""
         self._note: Callable[[int], None] = _into(self._forward, 0)
@@ -173,6 +198,7 @@ class _Watch(compat.OperationWatch):
     def _enter(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             if compat.in_backward():
+                self.recomputes = True
                 self._at(self._backward, number)
             else:
                 self._at(self._forward, number)

@@ -81,10 +81,13 @@ def volume(model: Model, setup: Setup) -> Volume:
 
 
 def _of_checkpoints(model: Model, setup: Setup) -> tuple[int, int, int]:
-    """Elements that are gathered, and bytes to the host and to the device. Of a traced model they are not known."""
+    """Elements that are gathered, and bytes to the host and to the device."""
     kept = setup.activations
-    if kept is None or not setup.checkpointing or not isinstance(model, Transformer):
+    if kept is None or not setup.checkpointing:
         return 0, 0, 0
+    if not isinstance(model, Transformer):  # traced, without model parallelism
+        bytes_ = setup.micro_batches * model.checkpoints if kept.offload else 0
+        return 0, bytes_, bytes_
     count, one = setup.micro_batches * model.layers, checkpoint_shape(model, setup)
     moved = count * setup.width * one.held if kept.offload else 0
     return count * one.gathered, moved, moved

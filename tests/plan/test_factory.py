@@ -1,0 +1,105 @@
+"""`zeroshard plan` of a function that builds a module: options of the job count, or are refused with the remedy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.cli.test_main import exit_code
+
+HARDWARE = ("--gpus", "8", "--gpu-memory", "32")
+
+
+def asked(capsys: pytest.CaptureFixture[str], function: str, *argv: str, machine: bool = False) -> Any:
+    hardware = ("--gpus", "8", "--machine", "h200") if machine else HARDWARE
+    assert exit_code("plan", "--model", f"tests.plan.factory:{function}", *hardware, *argv, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("function", "argv", "told"),
+    [
+        ("fixed", ["--batch", "64"], "--batch would have no effect"),
+        ("fixed", ["--batch", "max"], "give the function a parameter called batch"),
+        ("fixed", ["--seq", "4096"], "give the function a parameter called sequence"),
+        ("fixed", ["--tokens", "1e9"], "--tokens: how many a step takes is not known"),
+        ("fixed_tokens", ["--batch", "1"], "--batch would have no effect"),
+        ("samples", ["--seq", "64"], "--seq would have no effect"),
+        ("samples", ["--tokens", "1e9"], "inputs are no token ids"),
+        ("sequences", ["--model-parallel", "2"], "what one of the model-parallel ranks has"),
+        ("sequences", ["--partition"], "--partition: --model tests.plan.factory:sequences is planned as it is built"),
+        ("one_matrix", ["--checkpointing"], "--checkpointing recomputes blocks"),
+        ("recomputing", ["--seq", "64", "--no-checkpointing"], "recomputes its blocks itself"),
+        ("gpt", ["--max-model"], "leave --model tests.plan.factory:gpt out"),
+        ("without_parameters", [], "ReLU has no parameters"),
+        ("leaves", [], "building it on the meta device failed: SystemExit: 5"),
+    ],
+)
+def test_what_a_module_cannot_follow_is_refused(
+    function: str, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("plan", "--model", f"tests.plan.factory:{function}", *HARDWARE, *argv) == 2
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert not shown.out
+
+
+@pytest.mark.parametrize(
+    ("function", "argv", "told"),
+    [
+        ("fixed", [], "bf16, batch 6\n"),
+        ("fixed_tokens", [], "bf16, batch 3 × 32\n"),
+        ("samples", ["--batch", "5"], "bf16, batch 5\n"),
+        ("sequences", ["--batch", "2", "--seq", "128"], "bf16, batch 2 × 128\n"),
+        ("sequences", ["--seq", "128", "--checkpointing"], "bf16, batch 1 × 128, checkpointed\n"),
+        ("recomputing", ["--seq", "64"], "bf16, batch 1 × 64, checkpointed\n"),
+        ("gpt", ["--seq", "64", "--no-checkpointing"], "bf16, batch 1 × 64\n"),
+        ("masked", [], "bf16, batch 4\n"),
+    ],
+)
+def test_the_title_says_what_is_counted(
+    function: str, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("plan", "--model", f"tests.plan.factory:{function}", *HARDWARE, *argv) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_checkpointing_and_the_host_take_activations_off_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--batch", "64", "--seq", "1024")
+    plain, kept, away = (
+        asked(capsys, "sequences", *argv, *more) for more in ((), ("--checkpointing",), ("--activation-offload",))
+    )
+    sizes = [answer["rows"][0]["peak"]["activations"] for answer in (plain, kept, away)]
+    stream = 64 * 1024 * 256 * 2
+    assert sizes[0] > 2 * sizes[1]
+    assert sizes[1] > sizes[2]
+    assert plain["rows"][0]["host"]["pinned"] == kept["rows"][0]["host"]["pinned"] == 0
+    assert away["rows"][0]["host"]["pinned"] == 3 * stream  # the first block's input is no activation of the model's
+    assert away["rows"][0]["volume"]["checkpoints_to_host"] == 3 * stream
+    assert plain["rows"][0]["time"]["step"] < kept["rows"][0]["time"]["step"]
+    calls = [answer["recommended"]["shard"] for answer in (plain, kept, away)]
+    assert "activations" not in calls[0]
+    assert "activations=zeroshard.Activations()" in calls[1]
+    assert "activations=zeroshard.Activations(offload=True)" in calls[2]
+
+
+def test_samples_are_counted_where_tokens_are_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    first = asked(capsys, "fixed", "--scale", "8..16", machine=True)["scale"][0]
+    assert first["samples_a_second"] == pytest.approx(8 * 6 / first["step_seconds"])
+    assert "tokens_a_second" not in first
+    assert asked(capsys, "fixed_tokens", "--scale", "8..16", machine=True)["scale"][0]["tokens_a_second"] > 0
+    argv = ("--gpus", "8", "--machine", "h200", "--scale", "8..16")
+    assert exit_code("plan", "--model", "tests.plan.factory:fixed", *argv) == 0
+    assert "samples/s" in capsys.readouterr().out
+
+
+def test_tokens_are_those_of_the_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = asked(capsys, "fixed_tokens", "--tokens", str(8 * 3 * 32 * 10), machine=True)["training"]["steps"]
+    assert steps == 10
+
+
+def test_the_name_of_a_function_stands_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", "--model", "tests.plan.factory:llama", *HARDWARE) == 0
+    assert "tests.plan.factory:llama: 4.2M" in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""Blocks of a traced module that are recomputed in backward, as ``shard(activations=...)`` does it.
+
+The same order of events as in ``activations/checkpoint.py`` and ``activations/kept.py``, so that the trace sees what is
+alive; what waits on the host is not there meanwhile, and only its size is known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .. import compat
+from ..bounds import ON_THEIR_WAY
+from ..config import Activations
+from ..offload.arena import aligned
+
+
+class Recomputing:
+    """The checkpoints of one forward and backward."""
+
+    def __init__(self, options: Activations) -> None:
+        self.options = options
+        self.bytes = 0
+        """Of all checkpoints."""
+        self.on_host = 0
+        """Of the memory that they take there."""
+        self.leaving: deque[Tensor] = deque(maxlen=ON_THEIR_WAY)
+        """What is held until it has left for the host."""
+        self._last: weakref.ref[_Call] | None = None
+
+    @contextmanager
+    def of(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, these are recomputed."""
+        own = [vars(block).get("forward") for block in blocks]
+        for block in blocks:
+            block.forward = self._recomputed(block.forward)
+        try:
+            yield
+        finally:
+            for block, forward in zip(blocks, own, strict=True):
+                if forward is None:
+                    del block.forward
+                else:
+                    block.forward = forward
+
+    def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if compat.in_backward():
+                raise RuntimeError("the module recomputes its blocks itself; turn that off, or leave it to the module")
+            if kwargs.get("past_key_values") is not None:
+                raise RuntimeError("a block that is recomputed would write to its cache twice; set use_cache = False")
+            call = _Call(self, (args, kwargs), None if self._last is None else self._last())
+            self._last = weakref.ref(call)
+            now: list[Any] = [(args, kwargs)]
+            del args, kwargs
+
+            def body() -> Any:
+                positional, named = now.pop() if now else call.take()
+                return forward(*positional, **named)
+
+            return checkpoint(body, use_reentrant=False)
+
+        return recomputed
+
+
+class _Call:
+    """One call of a block: what is kept of its inputs."""
+
+    def __init__(self, all_: Recomputing, arguments: Any, previous: _Call | None) -> None:
+        self._all, self._previous = all_, None if previous is None else weakref.ref(previous)
+        kept: dict[int, _Kept] = {}
+
+        def put(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            if not value.requires_grad or value.is_leaf:
+                return value
+            if id(value) not in kept:
+                kept[id(value)] = _Kept(value, all_)
+            return kept[id(value)]
+
+        self._arguments = compat.map_leaves(put, arguments)
+        self._kept = list(kept.values())
+
+    def fetch(self, ahead: int) -> None:
+        """Brings the inputs back, and those of so many calls before."""
+        for kept in self._kept:
+            kept.fetch()
+        previous = None if self._previous is None else self._previous()
+        if ahead and previous is not None:
+            previous.fetch(ahead - 1)
+
+    def take(self) -> Any:
+        self._all.leaving.clear()
+        self.fetch(self._all.options.prefetch)
+        taken = {kept: kept.take() for kept in self._kept}
+        return compat.map_leaves(lambda leaf: taken[leaf] if isinstance(leaf, _Kept) else leaf, self._arguments)
+
+
+class _Kept:
+    """A tensor that is there again when it is needed."""
+
+    def __init__(self, tensor: Tensor, all_: Recomputing) -> None:
+        there = tensor.detach()
+        self._tensor: Tensor | None = there
+        self._offload = all_.options.offload
+        self._form = (there.shape, there.stride(), there.dtype)
+        all_.bytes += there.numel() * there.itemsize
+        if self._offload:
+            self._tensor = None
+            all_.on_host += aligned(there.numel() * there.itemsize)
+            all_.leaving.append(there)
+
+    def fetch(self) -> None:
+        if self._tensor is None:
+            shape, stride, dtype = self._form
+            self._tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+    def take(self) -> Tensor:
+        self.fetch()
+        assert self._tensor is not None
+        taken = self._tensor.detach().requires_grad_()
+        if self._offload:
+            self._tensor = None
+        return taken
