@@ -157,6 +157,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model, or a part of it, is sharded already; call shard() once, on the whole model")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to shard")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("shard() was called under torch.inference_mode(), where nothing is trained; call it outside")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise ValueError(
@@ -167,6 +169,11 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be sharded; build it with sparse=False")
     for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise ValueError(
+                f"parameter {name!r} was made under torch.inference_mode(), so it cannot be trained; build the model "
+                "outside that mode"
+            )
         if not parameter.is_floating_point():
             raise ValueError(
                 f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters can be sharded, so make "

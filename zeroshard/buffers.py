@@ -32,6 +32,22 @@ class _Kept(NamedTuple):
         return self.values.shape == self.buffer.shape and not _repeats(self.buffer)
 
 
+def make_ordinary(model: nn.Module) -> None:
+    """Gives buffers that were made under ``torch.inference_mode()`` memory that can be written, with the same values.
+
+    The objects stay. Nobody outside that mode can write to such a tensor, so not even rank 0's values could be taken.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.is_inference():
+            try:
+                torch.utils.swap_tensors(buffer, buffer.detach().clone())
+            except RuntimeError as error:
+                raise ValueError(
+                    f"buffer {name!r} was made under torch.inference_mode(), where nothing can be written to it, and "
+                    f"cannot be made an ordinary one ({str(error).splitlines()[0]}); build the model outside that mode"
+                ) from None
+
+
 class Buffers:
     """The buffers of a model, and whether they were written."""
 
@@ -50,6 +66,8 @@ class Buffers:
         if any(_averages_unseen(module) for module in self._model.modules()):
             return True
         before, buffers = self._seen, list(self._model.buffers())
+        if any(buffer.is_inference() for buffer in buffers):  # made by an evaluation
+            make_ordinary(self._model)
         self._seen = [(weakref.ref(buffer), compat.version(buffer)) for buffer in buffers]
         # not by id(), which a new buffer may have from the one it replaced
         then = [(buffer(), version) for buffer, version in before]

@@ -13,7 +13,7 @@ from . import compat, parallel
 from .activations.arena import DeviceArena
 from .activations.checkpoint import Checkpoints
 from .activations.kept import Stores
-from .buffers import Buffers
+from .buffers import Buffers, make_ordinary
 from .comm import Fabric
 from .config import Config
 from .flat import Turns
@@ -84,6 +84,7 @@ class Runtime(NotCopyable):
         turns = Turns()
         self.pipeline = place_on_host(self.units, optimizer, config, fabric, turns)
         self.arena = DeviceArena(fabric.device) if config.arena else None
+        make_ordinary(model)
         adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
         self._buffers = Buffers(model, fabric)

@@ -178,6 +178,15 @@ def test_parameters_that_are_not_real_numbers_are_refused_and_named(
     refuse(frozen, None, r"'table\.codes'", stage=stage, precision=precision)
 
 
+def test_what_was_made_in_inference_mode_cannot_be_trained_and_is_refused() -> None:
+    model, optimizer = built()
+    with torch.inference_mode():
+        refuse(model, optimizer, "call it outside")
+        other = net()
+    refuse(other, sgd(other.parameters()), r"'first\.weight' was made under torch\.inference_mode.*outside that mode")
+    assert_untouched(model, optimizer)
+
+
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 

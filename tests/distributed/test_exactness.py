@@ -188,6 +188,38 @@ def test_rank_zeros_parameters_and_buffers_are_taken() -> None:
         assert_same_bits(zeroshard.full_state_dict(model), zeroth.state_dict())
 
 
+@on_ranks(2)
+def test_buffers_made_in_inference_mode_follow_rank_zero_too() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(7, 5)
+            self.scale: Tensor
+            self.cache: Tensor
+            with torch.inference_mode():
+                self.register_buffer("scale", torch.full((5,), float(torch.distributed.get_rank() + 1)))
+                self.register_buffer("same", self.scale)
+                self.register_buffer("cache", torch.zeros(5), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                self.cache = torch.ones(5)
+            return self.first(x) * self.scale  # which backward needs
+
+    for stage in STAGES:
+        model = Scaled()
+        scale = model.scale
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=stage)
+        assert model.scale is scale is model.same
+        assert scale.eq(1).all()
+        with torch.inference_mode():
+            model(torch.ones(2, 7))
+        model(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+        assert not model.cache.is_inference()
+        assert model.cache.eq(1).all()
+
+
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2, "precision": "bf16", "offload": "cpu"}])
 @on_ranks(1)
 def test_a_state_dict_of_the_optimizer_is_not_changed_by_later_steps(options: dict[str, Any]) -> None:
