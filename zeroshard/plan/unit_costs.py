@@ -6,7 +6,7 @@ Lists are by unit, the root first, in seconds. A block above the largest unit is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from ..offload.options import Offload
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine
 from .ring import Ring, ring
 from .shape import Setup, Transformer, Work
+from .units import transformer_units
 
 LOSS_BYTES = 28
 """Traffic a logit of a softmax in fp32: cast, normalised, and both ways back."""
@@ -50,7 +51,9 @@ def work_of(model: Transformer, setup: Setup) -> Work:
 
 
 def _parts(model: Transformer, setup: Setup) -> int:
-    return math.ceil(model.block * setup.width / setup.model_parallel / setup.max_unit_bytes)
+    """Units of a block. It is divided at its modules, and so no matrix is, however large."""
+    most = len(transformer_units(replace(model, layers=1), setup)) - 1
+    return min(most, math.ceil(model.block * setup.width / setup.model_parallel / setup.max_unit_bytes))
 
 
 @dataclass(frozen=True)
