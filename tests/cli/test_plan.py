@@ -220,11 +220,20 @@ def test_any_module_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["rows"][0]["time"]["bottleneck"] == "compute"
 
 
-def test_a_world_of_1024_is_planned_in_under_ten_seconds() -> None:
-    started = time.perf_counter()
-    assert exit_code("plan", "--model", "zero-170b", "--gpus", "1024", "--gpu-memory", "32") == 0
-    assert exit_code("plan", "--max-model", "--gpus", "1024", "--gpu-memory", "32") == 0
-    assert time.perf_counter() - started < 20
+@pytest.mark.parametrize(
+    "asked_for",
+    [
+        "--model zero-1000b --machine v100",
+        "--model zero-1000b --machine v100 --batch max",
+        "--model zero-1000b --machine v100 --scale 64..8192",
+        "--max-model --machine h100",
+        "--max-model --machine h200 --micro-batches 16",
+    ],
+)
+def test_a_world_of_1024_is_planned_in_under_ten_seconds(asked_for: str) -> None:
+    started = time.process_time()
+    assert exit_code("plan", *asked_for.split(), "--gpus", "1024") == 0
+    assert time.process_time() - started < 6, "one or two seconds are usual"
 
 
 def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import process_time
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 
 from zeroshard.offload.options import Offload
 from zeroshard.plan import time
+from zeroshard.plan.budget import budget
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load
 from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import Bottleneck, StepTime, step_time
 from zeroshard.plan.timeline import Lane, Span, Timeline
-from zeroshard.plan.unit_costs import LOSS_BYTES
+from zeroshard.plan.unit_costs import LOSS_BYTES, UnitCosts
+from zeroshard.plan.units import transformer_units
 
 H200 = load("h200")
 ETHERNET = replace(H200, devices_per_node=1, between=Link(latency=50e-6 / 7, bandwidth=25e9))
@@ -205,6 +208,56 @@ def test_many_micro_batches_take_as_long_as_if_all_were_laid_out(layers: int, mo
     shortened = step_time(model, setup, LAUNCHED).total
     monkeypatch.setattr(time, "LAID_OUT", 60)
     assert shortened == pytest.approx(step_time(model, setup, LAUNCHED).total, rel=0.03)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("machine", [ETHERNET, LAUNCHED])
+def test_steps_that_leave_the_same_to_the_next_are_not_laid_out_again(
+    stage: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = (
+        None,
+        Offload(),
+        Offload(update_in_backward=True),
+        Offload(delayed_update_after=0),
+        Offload(host_fraction=0.5),
+    )
+    setups = [Setup(stage=stage, world=8, micro_batches=count, offload=way) for way in ways for count in (1, 2)]
+    settled = [step_time(GPT, setup, machine).total for setup in setups]
+    monkeypatch.setattr(time, "SETTLED", -1.0)  # never
+    assert settled == pytest.approx([step_time(GPT, setup, machine).total for setup in setups], rel=1e-9)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("offload", [None, Offload(), Offload(update_in_backward=True)])
+def test_very_many_layers_take_as_long_as_if_all_were_laid_out(
+    stage: int, offload: Offload | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep, setup = replace(GPT, layers=300), Setup(stage=stage, world=8, batch=2, offload=offload)
+    whole = step_time(deep, setup, ETHERNET)
+    monkeypatch.setattr(time, "MOST_LAYERS", 100)
+    continued = step_time(deep, setup, ETHERNET)
+    assert continued.total == pytest.approx(whole.total, rel=1e-6)
+    assert continued.flops == pytest.approx(whole.flops)
+
+
+def test_two_hundred_thousand_layers_are_planned_in_seconds() -> None:
+    deep, setup = replace(GPT, layers=200_000), Setup(stage=3, world=1024, offload=Offload())
+    started = process_time()
+    assert step_time(deep, setup, H200).total > 0
+    assert budget(deep, setup).peak.total > 0
+    assert process_time() - started < 20, "one or two are usual"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_block_is_more_units_than_the_runtime_makes_of_it(gated: bool) -> None:
+    setup = Setup(stage=3, world=1024)
+    for hidden in (1024, 12800, 51200):
+        wide = Transformer(layers=3, hidden=hidden, heads=hidden // 128, vocabulary=1000, gated=gated)
+        units = len(transformer_units(wide, setup))
+        laid_out = UnitCosts(wide, setup, H200).count
+        assert laid_out <= units
+        assert hidden < 51200 or laid_out == units
 
 
 def test_the_loss_passes_over_its_logits() -> None:

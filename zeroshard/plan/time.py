@@ -20,7 +20,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from itertools import islice
+from itertools import chain, islice
 
 from ..bounds import IN_FLIGHT
 from ..offload.pipeline import LANDING
@@ -31,11 +31,15 @@ from .timeline import Lane, Span, Timeline
 from .unit_costs import UnitCosts
 
 STEPS = 4
-"""Steps that are laid out; the last one is taken, when what one leaves to the next has settled."""
+"""Steps that are laid out at most; the last one is taken, when what one leaves to the next has settled."""
+SETTLED = 1e-10
+"""Of a step: what two of them leave to the next differs by less."""
 AHEAD = 16
 """Units that are launched ahead of the device, at most: a queue holds about a thousand kernels."""
 LAID_OUT = 3
 """Micro-batches that are laid out, at least; more of them take as long as the last one each."""
+MOST_LAYERS = 1024
+"""Blocks of a transformer that are laid out, at most; more of them take as long as the second half each."""
 
 
 class Bottleneck(Enum):
@@ -101,6 +105,11 @@ def step_time(model: Transformer | Work, setup: Setup, machine: Machine) -> Step
     >>> step_time(gpt, Setup(stage=0, batch=8), load("h200")).bottleneck
     <Bottleneck.COMPUTE: 'compute'>
     """
+    if isinstance(model, Transformer) and model.layers > MOST_LAYERS:
+        fewer, most = (
+            step_time(replace(model, layers=count), setup, machine) for count in (MOST_LAYERS // 2, MOST_LAYERS)
+        )
+        return _continued(fewer, most, (model.layers - MOST_LAYERS) / (MOST_LAYERS // 2))
     laid_out = LAID_OUT
     if setup.micro_batches > LAID_OUT:  # until the thread is as far ahead as it can be
         laid_out += math.ceil(2 * AHEAD / UnitCosts(model, setup, machine).count)
@@ -109,7 +118,11 @@ def step_time(model: Transformer | Work, setup: Setup, machine: Machine) -> Step
     fewer, most = (
         _Step(model, replace(setup, micro_batches=count), machine).measure() for count in (laid_out - 1, laid_out)
     )
-    more = setup.micro_batches - laid_out
+    return _continued(fewer, most, setup.micro_batches - laid_out)
+
+
+def _continued(fewer: StepTime, most: StepTime, more: float) -> StepTime:
+    """As much again as ``most`` is beyond ``fewer``, so many times."""
     parts = {
         entry.name: getattr(most, entry.name) + more * (getattr(most, entry.name) - getattr(fewer, entry.name))
         for entry in fields(StepTime)
@@ -136,14 +149,16 @@ class _Step:
         self.reduced = [0.0] * self.costs.count
 
     def measure(self) -> StepTime:
-        ends = []
+        window, left = Span(0.0, 0.0), list[float]()
         for _ in range(STEPS):
             for _ in range(self.setup.micro_batches):
                 self._forward()
                 self._backward()
-            ends.append(self.timeline.free(Lane.DEVICE))
+            window = Span(window.end, self.timeline.free(Lane.DEVICE))
+            before, left = left, self._left()
             self._update()
-        window = Span(ends[-2], ends[-1])
+            if _equal(before, left, SETTLED * (window.end - window.start)):
+                break
         order = (Lane.DEVICE, Lane.THREAD, Lane.HOST, Lane.BETWEEN, Lane.INSIDE, Lane.UP, Lane.DOWN)
         spent = self.timeline.exposed(window, *order)
         on_device = sum(self.costs.device_update)
@@ -156,6 +171,17 @@ class _Step:
             exposed_pcie=spent[Lane.UP] + spent[Lane.DOWN],
             flops=self.costs.flops,
         )
+
+    def _left(self) -> list[float]:
+        """When all that later work may wait for is done, seen from the end of the last backward.
+
+        Whatever was done before anything could begin now makes no difference to it.
+        """
+        end = self.timeline.free(Lane.DEVICE)
+        earliest = min(end, max(self.timeline.free(Lane.THREAD), self._ahead))
+        lanes = (self.timeline.free(lane) for lane in Lane)
+        known = chain(lanes, self.done, self.ready, self.sent, self.updated, self.landed, self.reduced)
+        return [max(moment, earliest) - end for moment in known]
 
     # -- the life of a unit ---------------------------------------------------------------------------------------
 
@@ -212,8 +238,12 @@ class _Step:
 
     def _launch(self, seconds: float, after: float = 0.0) -> float:
         """Has the thread launch something; returns when it begins."""
-        ahead = self.done[0] if len(self.done) == AHEAD else 0.0
-        return self.timeline.run(Lane.THREAD, seconds, after, ahead) - seconds
+        return self.timeline.run(Lane.THREAD, seconds, after, self._ahead) - seconds
+
+    @property
+    def _ahead(self) -> float:
+        """When the thread is not too far ahead to launch more."""
+        return self.done[0] if len(self.done) == AHEAD else 0.0
 
     def _compute(self, seconds: float, *after: float, tensor: float = 0.0) -> None:
         done = self.timeline.run(Lane.DEVICE, seconds, *after)
@@ -279,3 +309,7 @@ class _Step:
         if self.setup.stage not in (1, 2):
             return after
         return self.timeline.run(self.costs.data_ring.lane, self.costs.gather[unit], after)
+
+
+def _equal(before: list[float], now: list[float], tolerance: float) -> bool:
+    return len(before) == len(now) and all(abs(a - b) <= tolerance for a, b in zip(before, now, strict=True))

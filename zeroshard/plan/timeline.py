@@ -68,31 +68,36 @@ class Timeline:
 
     def exposed(self, window: Span, *order: Lane) -> dict[Lane, float]:
         """Seconds of the window in which a lane was busy and none that comes before it in ``order``."""
-        gaps, found = [window], {}
+        gaps: Sequence[tuple[float, float]] = [window]
+        found = {}
         for lane in order:
-            rest = _subtract(gaps, [Span(start, end) for start, end in self._busy[lane] if end > window.start])
+            rest = _subtract(gaps, [span for span in self._busy[lane] if span[1] > window.start])
             found[lane] = _length(gaps) - _length(rest)
             gaps = rest
         return found
 
 
-def _subtract(gaps: Sequence[Span], busy: Sequence[Span]) -> list[Span]:
+def _subtract(
+    gaps: Sequence[tuple[float, float]], busy: Sequence[tuple[float, float]]
+) -> Sequence[tuple[float, float]]:
     """Both sorted; what of the gaps is not busy."""
-    left: list[Span] = []
+    left = []
     index = 0
     for start, end in gaps:
-        while index < len(busy) and busy[index].end <= start:
+        while index < len(busy) and busy[index][1] <= start:
             index += 1
-        at, here = start, index
-        while here < len(busy) and busy[here].start < end:
-            if busy[here].start > at:
-                left.append(Span(at, busy[here].start))
-            at = max(at, busy[here].end)
-            here += 1
+        at = start
+        for here in range(index, len(busy)):
+            begins, ends = busy[here]
+            if begins >= end:
+                break
+            if begins > at:
+                left.append((at, begins))
+            at = max(at, ends)
         if at < end:
-            left.append(Span(at, end))
+            left.append((at, end))
     return left
 
 
-def _length(spans: Sequence[Span]) -> float:
-    return sum(span.end - span.start for span in spans)
+def _length(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
