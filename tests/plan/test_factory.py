@@ -85,6 +85,12 @@ def test_checkpointing_and_the_host_take_activations_off_the_device(capsys: pyte
     assert "activations=zeroshard.Activations(offload=True)" in calls[2]
 
 
+def test_checkpoints_that_the_host_has_no_room_for_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--batch", "64", "--seq", "1024", "--activation-offload", "--host-memory", "0.5")
+    assert exit_code("plan", "--model", "tests.plan.factory:sequences", *HARDWARE, *argv) == 1
+    assert "of host memory" in capsys.readouterr().out
+
+
 def test_samples_are_counted_where_tokens_are_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     first = asked(capsys, "fixed", "--scale", "8..16", machine=True)["scale"][0]
     assert first["samples_a_second"] == pytest.approx(8 * 6 / first["step_seconds"])

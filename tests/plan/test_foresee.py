@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,41 @@ def test_with_an_example_activations_count() -> None:
     assert "activations 2." in said
     assert "and activations by example=." in said
     assert advise(gpu(4), stage=0).warning is None
+
+
+def test_activations_that_shard_recomputes_count_too() -> None:
+    def told(room: Room, **options: Any) -> str:
+        with torch.device("meta"):
+            model = GPT(replace(CONFIG, checkpointing=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = Config.parse({"precision": "bf16", "stage": 0, "example": EXAMPLE, **options})
+        return Foresight(model, optimizer, config, 1, room).advise().warning or ""
+
+    assert "activations 3." in told(gpu(5))
+    assert not told(gpu(5), activations=zeroshard.Activations())
+    assert "activations 2." in told(gpu(4), activations=zeroshard.Activations())
+    away = zeroshard.Activations(offload=True)
+    assert not told(gpu(5, host=1), activations=away)
+    assert "75.5 MB of host memory (75.5 MB of it pinned), and 50 MB are there" in told(
+        gpu(5, host=0.05), activations=away
+    )
+    assert "not traced with activations= and arena=True" in told(gpu(1), activations=away, arena=True)
+
+
+def test_decoders_of_hugging_face_are_traced_as_they_train() -> None:
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, use_cache=False
+            )
+        )
+    model.gradient_checkpointing_enable()
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    config = Config.parse({"precision": "bf16", "stage": 0, "example": {"input_ids": tokens, "labels": tokens}})
+    foresight = Foresight(model, torch.optim.AdamW(model.parameters()), config, 1, gpu(80))
+    assert foresight.counts_activations, foresight.activations
 
 
 def test_an_example_that_cannot_be_traced_is_said() -> None:

@@ -96,7 +96,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        return self.room >= 0 and (self.setup.offload is None or self.host_room >= 0)
+        return self.room >= 0 and self.host_room >= 0  # checkpoints may be on the host without any offload
 
     @property
     def tokens_a_second(self) -> float | None:

@@ -85,6 +85,9 @@ class Foresight:
         self.config, self.shards, self.room = config, shards, room
         self._setup = setup_of(model, optimizer, config, shards)
         self._model, self._shape, self.activations = known(model, config, self._setup)
+        if self.counts_activations:
+            kept = config.activations
+            self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=kept)
         if self._shape is not None:
             batch, sequence = tokens_of(config.example)
             self._setup = replace(self._setup, batch=batch, sequence=sequence)
@@ -198,7 +201,7 @@ class Foresight:
                 f"at least {size_text(needs.peak.total)} of {'memory' if self.room.on_cpu else 'device memory'} in "
                 f"{needs.phase.value} ({by_kind(needs.peak)}), and {size_text(self.room.device)} are there"
             )
-        if row.setup.offload is not None and row.host_room < 0:
+        if row.host_room < 0:
             lacks.append(
                 f"{size_text(needs.host.total)} of host memory ({size_text(needs.host.pinned)} of it pinned), and "
                 f"{size_text(self.room.host)} are there for it"
@@ -281,7 +284,7 @@ def _size(row: Row) -> str:
 
 
 def _shortest_room(row: Row) -> float:
-    return min(row.room, row.host_room) if row.setup.offload is not None else row.room
+    return min(row.room, row.host_room)
 
 
 def _change(row: Row) -> tuple[bool, bool, int]:

@@ -36,7 +36,7 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
         precision=cast(Any, names.get(dtype, "bf16")),
         masters=config.precision.keeps_master,
         cast_on_gather=config.precision.cast_on_gather,
-        checkpointing=_checkpoints(model),
+        checkpointing=_checkpoints(model) or (config.activations is not None and config.activations.checkpoint),
         arena=config.arena,
         moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
         prefetch=1 if config.prefetch is None else config.prefetch,
@@ -56,14 +56,16 @@ def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Trans
         return plain, None, "which depend on the batch (pass example=, one micro-batch, to count them too)"
     if mesh_of(model) is not None:
         return plain, None, "which are not traced for a model with tensor parallelism"
-    if config.activations is not None:
-        return plain, None, "which are not traced with activations="
+    kept = config.activations
+    if kept is not None and (config.arena or not kept.checkpoint):
+        with_ = "arena=True" if config.arena else "activations.checkpoint=False"
+        return plain, None, f"which are not traced with activations= and {with_}"
     if setup.precision not in DTYPES:
         return plain, None, f"which are not traced in {setup.precision}"
     try:
         inputs, limit = _inputs(config.example), config.max_unit_bytes
         with torch.random.fork_rng(devices=[]):  # as if it had not been
-            traced = trace(_on_meta(model), inputs, setup.precision, 1, 1, limit, chosen=config.units)
+            traced = trace(_on_meta(model), inputs, setup.precision, 1, 1, limit, chosen=config.units, recomputed=kept)
     except Exception as error:  # whatever a forward may raise on a device without values
         lines = str(error).strip().splitlines()
         told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

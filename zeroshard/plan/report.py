@@ -152,8 +152,7 @@ def _shortage(rows: Sequence[Row]) -> str:
     """Which comes nearest, what it lacks, and what is left to try."""
 
     def lacking(row: Row) -> dict[str, float]:
-        host = row.host_room if row.setup.offload is not None else 0.0
-        return {kind: -room for kind, room in (("device", row.room), ("host", host)) if room < 0}
+        return {kind: -room for kind, room in (("device", row.room), ("host", row.host_room)) if room < 0}
 
     nearest = min(rows, key=lambda row: sum(lacking(row).values()))
     missing = " and ".join(f"{_gb(size)} GB of {kind} memory" for kind, size in lacking(nearest).items())
