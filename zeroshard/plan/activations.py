@@ -86,16 +86,24 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
 
     mlp, attention = model.mlp_width * inside, 2 * (model.query_width + model.kv_width) * inside
     row_sums = 4 * setup.batch * setup.sequence * model.heads / ranks  # fp32, of attention
+    habits, activation = model.habits, model.activation
+    copies = (habits.copies if setup.checkpointing else habits.cached_copies) * model.query_width * inside
+    masks = habits.dropouts * tokens * model.hidden
     if model.biases:  # LayerNorm keeps its input, and mean and deviation in fp32
         norm_input, norm = stream, 8 * tokens
     else:  # RMSNorm as it is mostly written: an fp32 copy of its input, its scale, and the normalised values
         norm_input, norm = 0, 4 * tokens * model.hidden + 4 * tokens + stream
+    if model.head_norms:  # as RMSNorm does
+        heads = model.heads + (model.kv_heads or model.heads)
+        attention += tokens * (model.normed_width * (4 + width) + 4 * heads) / ranks
     # Queries, keys, values and result; norms and what they give to the next matrix; of the MLP what its activation
     # takes and gives, and where it is gated also the gate's partner and their product.
-    block = int(attention + row_sums + 2 * (norm_input + norm + stream) + (4 if model.gated else 2) * mlp)
+    block = int(attention + copies + row_sums + masks + 2 * (norm_input + norm + stream) + activation.kept * mlp)
+    if habits.one_input:
+        block -= norm_input
     checkpoint = stream if setup.checkpointing else block
     recomputed = block - norm_input if setup.checkpointing else 0  # its input is the checkpoint
-    passing = int(2 * stream + (3 if model.gated else 2) * mlp) if setup.checkpointing else 2 * stream
+    passing = int(2 * stream + activation.passing * mlp) if setup.checkpointing else 2 * stream
     kept, host, in_arena = setup.activations, 0, 0
     if setup.checkpointing and kept is not None and (kept.partition or kept.offload or setup.arena):
         recomputed += (1 + kept.prefetch) * stream  # brought back whole: the block's own, and those ahead
@@ -109,14 +117,15 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
     widened = 4 if width < 4 else 0  # bytes a logit of the copy in fp32
     loss = max(width + widened + 4, 12) if ranks == 1 else width + 4  # divided logits (train.vocabulary) have one copy
     held_head = table if model.tied else 0  # autograd sums the gradients of a tied table before anyone sees them
-    below = [number * checkpoint for number in range(model.layers + 1)]
+    first = tokens * model.hidden if habits.embedding_dropout else 0  # its mask
+    below = [first + number * checkpoint for number in range(model.layers + 1)]
     return Activations(
         saved=int(below[-1] + ending + 4 * logits),
         forward=(2 * stream, *(size + passing for size in below[1:])),
         loss=int(below[-1] + ending + loss * logits),
         backward=(
             max(stream + 2 * table, 3 * table) if model.tied else stream + table,  # a tied table's two, and their sum
-            *(int(size + recomputed + stream + (2 if model.gated else 1) * mlp + held_head) for size in below[1:]),
+            *(int(size + recomputed + stream + activation.beside * mlp + held_head) for size in below[1:]),
         ),
         after_backward=(
             0,

@@ -12,10 +12,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..checks import nearest
-from .shape import MOST_LAYERS, ModelError, Transformer
+from .shape import MOST_LAYERS, Activation, Habits, ModelError, Transformer
 
 MOST = 1 << 31
 """The largest number that a size may be."""
+
+
+ONE_KERNEL, FROM_ITS_RESULT = Activation(), Activation(kept=1, beside=2)
+TANH_BY_HAND = Activation(kept=5, passing=4, beside=2, written=8)
+ACTIVATIONS: Mapping[str, Activation] = {
+    **dict.fromkeys(("gelu", "gelu_pytorch_tanh", "silu", "swish", "mish", "hardswish", "leaky_relu"), ONE_KERNEL),
+    **dict.fromkeys(("relu", "tanh", "sigmoid"), FROM_ITS_RESULT),
+    **dict.fromkeys(("gelu_new", "gelu_accurate", "gelu_python_tanh"), TANH_BY_HAND),
+    "gelu_fast": Activation(kept=8, passing=5, beside=2, written=9),
+    "gelu_python": Activation(kept=4, passing=4, beside=4, written=5),
+    "quick_gelu": Activation(kept=3, passing=3, beside=2, written=3),
+    "relu2": Activation(kept=2, passing=3, beside=3, written=2),
+}
+"""How transformers writes those that its configurations name."""
 
 
 class Reader:
@@ -49,6 +63,22 @@ class Reader:
             self.missing.append(f"{key} (true or false, not {value!r})")
         return bool(value)
 
+    def activation(self, key: str, default: str) -> Activation:
+        name = self._values.get(key, default)
+        if not isinstance(name, str) or name not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            self.wrong.append(f"{key} {name!r} is not known{nearest(str(name), list(ACTIVATIONS))}; known: {known}")
+            return ONE_KERNEL
+        return ACTIVATIONS[name]
+
+    def drops(self, key: str, default: float) -> bool:
+        """Whether a dropout does anything."""
+        value = self._values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            self.missing.append(f"{key} (a number from 0 to 1, not {value!r})")
+            return False
+        return value > 0
+
     def heads_of_keys(self, key: str, heads: int) -> int | None:
         """Those of keys and values, each for as many heads of queries."""
         found = self.optional(key)
@@ -78,6 +108,12 @@ def _gpt2(read: Reader) -> Transformer:
         positions=read("n_positions"),
         intermediate=read.optional("n_inner"),
         tied=read.flag("tie_word_embeddings", True),
+        habits=Habits(
+            activation=read.activation("activation_function", "gelu_new"),
+            cached_copies=2 if read.flag("use_cache", True) else 0,  # keys and values; the queries hold all three
+            dropouts=2 * read.drops("resid_pdrop", 0.1),
+            embedding_dropout=read.drops("embd_pdrop", 0.1),
+        ),
     )
 
 
@@ -94,7 +130,12 @@ def _llama(read: Reader) -> Transformer:
         gated=True,
         biases=False,  # the few that Qwen 2 has in its attention are below a ten-thousandth
         tied=read.flag("tie_word_embeddings", False),
+        habits=Habits(activation=read.activation("hidden_act", "silu")),
     )
+
+
+def _qwen3(read: Reader) -> Transformer:
+    return replace(_llama(read), head_norms=True)
 
 
 def _qwen(read: Reader) -> Transformer:
@@ -118,6 +159,14 @@ def _gpt_neox(read: Reader) -> Transformer:
         vocabulary=read("vocab_size"),
         intermediate=read.optional("intermediate_size"),
         tied=read.flag("tie_word_embeddings", False),
+        habits=Habits(
+            activation=read.activation("hidden_act", "gelu"),
+            copies=3,  # of the result; and the values hold all three
+            cached_copies=1 if read.flag("use_cache", True) else 3,
+            one_input=read.flag("use_parallel_residual", True),
+            dropouts=2 * read.drops("hidden_dropout", 0.0),
+            embedding_dropout=read.drops("hidden_dropout", 0.0),
+        ),
     )
 
 
@@ -131,6 +180,9 @@ def _opt(read: Reader) -> Transformer:
         positions=read("max_position_embeddings") + 2,
         intermediate=read("ffn_dim"),
         tied=read.flag("tie_word_embeddings", True),
+        habits=Habits(
+            activation=read.activation("activation_function", "relu"), dropouts=2 * read.drops("dropout", 0.1)
+        ),
     )
 
 
@@ -142,7 +194,7 @@ HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
     "opt": _opt,
     "qwen": _qwen,
     "qwen2": _llama,
-    "qwen3": _llama,
+    "qwen3": _qwen3,
 }
 """How the configuration of each model type is read."""
 

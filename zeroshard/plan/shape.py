@@ -21,6 +21,38 @@ class ModelError(ValueError):
     """A model that cannot be planned for; the message says why and what to do."""
 
 
+class Activation(NamedTuple):
+    """An MLP's nonlinearity as torch runs it, in tensors of the MLP's width; by default one kernel, as GELU has."""
+
+    kept: int = 2
+    """Left for backward: of what it takes, makes on its way and gives."""
+    passing: int = 2
+    """Alive at a time in a forward that keeps nothing."""
+    beside: int = 1
+    """Alive at a time in backward, beside those that are kept."""
+    written: int = 1
+    """Made by forward."""
+
+
+class Habits(NamedTuple):
+    """What the code of a block leaves for backward that its sizes do not tell."""
+
+    activation: Activation = Activation()
+    copies: int = 0
+    """Tensors of the queries' width that attention leaves beside queries, keys, values and result."""
+    cached_copies: int = 0
+    """The same where a key-value cache is written, as Hugging Face's models do unless blocks are recomputed."""
+    one_input: bool = False
+    """Whether attention and MLP read the same tensor, side by side."""
+    dropouts: int = 0
+    """Masks over the residual stream that a block leaves, of one byte an element; attention's leaves none."""
+    embedding_dropout: bool = False
+
+
+OUR_HABITS = Habits()
+"""Those of our own GPT."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A decoder of equal blocks."""
@@ -43,6 +75,9 @@ class Transformer:
     biases: bool = True
     tied: bool = True
     """Whether the head is the token embedding."""
+    head_norms: bool = False
+    """Whether queries and keys are normed, head by head."""
+    habits: Habits = OUR_HABITS
 
     @property
     def mlp_width(self) -> int:
@@ -55,6 +90,19 @@ class Transformer:
     @property
     def query_width(self) -> int:
         return self.head_width * self.heads if self.head_width else self.hidden
+
+    @property
+    def normed_width(self) -> int:
+        """Elements a token of the queries and keys that are normed."""
+        return self.query_width + self.kv_width if self.head_norms else 0
+
+    @property
+    def activation(self) -> Activation:
+        """Of the MLP, with the gate's partner and their product where it is gated."""
+        alone = self.habits.activation
+        if not self.gated:
+            return alone
+        return Activation(alone.kept + 2, max(3, alone.passing), 2, alone.written + 2)
 
     @property
     def block_matrices(self) -> int:
@@ -71,15 +119,21 @@ class Transformer:
         """
         norms = 2 * self.hidden * (2 if self.biases else 1)
         biases = self.query_width + 2 * self.kv_width + 2 * self.hidden + self.mlp_width if self.biases else 0
-        return self.block_matrices + norms + biases
+        return self.block_matrices + norms + biases + sum(self.head_norm_sizes)
+
+    @property
+    def head_norm_sizes(self) -> list[int]:
+        """Elements of the weights that norm queries and keys."""
+        return [self.query_width // self.heads] * 2 if self.head_norms else []
 
     def block_written(self, ranks: int = 1) -> float:
         """Activations that one block's forward writes for a token, on one of the ranks that share the block.
 
         Norms, what comes out of attention and MLP, and both sums are whole on each of them.
         """
-        attention = 2 * self.query_width + 2 * self.kv_width
-        return 6 * self.hidden + (attention + (4 if self.gated else 2) * self.mlp_width) / ranks
+        attention = 2 * self.query_width + 2 * self.kv_width + self.normed_width
+        mlp = (1 + self.activation.written) * self.mlp_width
+        return (6 + self.habits.dropouts) * self.hidden + (attention + mlp) / ranks
 
     @property
     def root(self) -> int:

@@ -140,7 +140,8 @@ def _block(model: Transformer, parallel: int) -> _Part:
     if model.gated and model.biases:  # of a gated MLP's matrices, those of shape.py's count have a bias: one, and down
         ways_up[0] = _Part((hidden * mlp,))
     norm = _Part(tuple(_norm(model)))
-    attention = _Part(children=(*reads, linear(own, hidden, hidden)))
+    head_norms = [_Part((size,)) for size in model.head_norm_sizes]
+    attention = _Part(children=(*reads, linear(own, hidden, hidden), *head_norms))
     return _Part(children=(norm, attention, norm, _Part(children=(*ways_up, linear(mlp, hidden, hidden)))))
 
 
