@@ -183,6 +183,21 @@ def operation_name(operation: Any) -> str:
     return str(operation._opname)
 
 
+def _flops(count: Callable[..., float], args: Any, kwargs: Any, result: Any) -> float:
+    """Of one operation. Attention's formula of torch 2.11 refuses fewer heads of keys and values than of queries."""
+    try:
+        return count(*args, **kwargs, out_val=result)
+    except AssertionError:
+        heads = max(tensor.shape[1] for tensor in tensors_in(args) if tensor.dim() == 4)
+
+    def with_all_heads(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() != 4:
+            return value
+        return torch.empty(value.shape[0], heads, *value.shape[2:], dtype=value.dtype, device="meta")
+
+    return count(*map_leaves(with_all_heads, args), **kwargs, out_val=result)
+
+
 class OperationWatch(TorchDispatchMode):
     """Inside, ``see`` is called with the tensors that each operation of torch gives; of DTensors, with local parts."""
 
@@ -193,7 +208,7 @@ class OperationWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         count = flop_registry.get(func.overloadpacket)  # not torch's own mode for it, whose hooks keep tensors alive
         if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=result)
+            self.flops += _flops(count, args, kwargs or {}, result)
         self.see([local_tensor(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
         return result
 

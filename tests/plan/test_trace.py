@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard import compat
 from zeroshard.config import Activations as Recomputed
 from zeroshard.plan.activations import transformer_activations
 from zeroshard.plan.budget import Traced
@@ -149,3 +150,22 @@ def test_times_of_a_traced_module_are_those_of_its_description(stage: int, check
     assert work.backward == pytest.approx(3 - 8 / (24 + 4 * 1024 / 768) if checkpointing else 2, rel=0.01)
     assert work.forward == pytest.approx(work_of(described, setup).forward, rel=0.01)
     assert step_time(work, setup, machine).total == pytest.approx(step_time(described, setup, machine).total, rel=0.15)
+
+
+def test_attention_with_few_heads_of_keys_counts_where_torch_refuses_to_count_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Watch(compat.OperationWatch):
+        def see(self, tensors: list[torch.Tensor]) -> None:
+            pass
+
+    def strict(query: torch.Tensor, key: torch.Tensor, *_: object, out_val: object, **__: object) -> float:
+        assert query.shape[1] == key.shape[1], "as the formula of torch 2.11 has it"
+        return float(query.numel() * key.shape[2])
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    monkeypatch.setitem(compat.flop_registry, attention, strict)
+    query, key = torch.empty(2, 8, 16, 32, device="meta"), torch.empty(2, 2, 16, 32, device="meta")
+    with Watch() as watch:  # type: ignore[no-untyped-call]
+        attention(query, key, key)
+    assert watch.flops == 2 * 8 * 16 * 32 * 16
