@@ -18,6 +18,8 @@ MOST = 1 << 31
 """The largest number that a size may be."""
 
 
+REMEDY = "Any other is planned from a function that builds it: --model module:factory"
+
 ONE_KERNEL, FROM_ITS_RESULT = Activation(), Activation(kept=1, beside=2)
 TANH_BY_HAND = Activation(kept=5, passing=4, beside=2, written=8)
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -67,7 +69,9 @@ class Reader:
         name = self._values.get(key, default)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            self.wrong.append(f"{key} {name!r} is not known{nearest(str(name), list(ACTIVATIONS))}; known: {known}")
+            self.wrong.append(
+                f"{key} {name!r} is not known{nearest(str(name), list(ACTIVATIONS))}; known: {known}. {REMEDY}"
+            )
             return ONE_KERNEL
         return ACTIVATIONS[name]
 
@@ -171,7 +175,7 @@ def _gpt_neox(read: Reader) -> Transformer:
 
 
 def _opt(read: Reader) -> Transformer:
-    read.same("word_embed_proj_dim", "hidden_size", "projections around the blocks are not planned from a config.json")
+    read.same("word_embed_proj_dim", "hidden_size", f"projections around the blocks are not counted. {REMEDY}")
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
         hidden=read("hidden_size"),
@@ -230,13 +234,12 @@ def read_config(file: Path) -> Described:
     if kind not in HUGGINGFACE:
         raise ModelError(
             f"--model {file}: model_type {kind!r} is not known{nearest(kind, list(HUGGINGFACE))}; known: "
-            f"{', '.join(HUGGINGFACE)}. Any other is planned from a function that builds it: --model module:factory"
+            f"{', '.join(HUGGINGFACE)}. {REMEDY}"
         )
     read = Reader(values)
     found = described(kind, read)
     if read.told:
-        remedy = ". What is not planned from a config.json is from a function that builds it: --model module:factory"
-        raise ModelError(f"--model {file}: model_type {kind!r} {read.told}{remedy if read.wrong else ''}")
+        raise ModelError(f"--model {file}: model_type {kind!r} {read.told}")
     return Described(replace(found.transformer, name=_name(file, values)), found.longest)
 
 
