@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import accumulate, groupby, islice, pairwise, takewhile
 
 import torch
 
@@ -240,8 +240,9 @@ class _Rank:
 
     @property
     def _foreseen(self) -> Sequence[PlacedUnit]:
-        """What is gathered for the next forward while the update goes on; units that the host updates are not."""
-        return self.units[: 1 + self.setup.prefetch] if self.setup.offload is None else []
+        """What is gathered for the next forward while the update goes on: up to a unit that the host updates."""
+        first = self.units[: 1 + self.setup.prefetch]
+        return list(takewhile(lambda unit: not any(flat.on_host for flat in unit.flats), first))
 
     @cached_property
     def host(self) -> HostBytes:
