@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.plan.dry import dry_gpt
+from zeroshard import machine
 from zeroshard.cli.main import main
 from zeroshard.offload.options import Offload
 from zeroshard.plan.budget import budget
@@ -40,6 +41,8 @@ def test_splitting_units_lowers_the_peak_of_a_checkpointed_model() -> None:
 def test_what_cannot_be_run_dry_is_refused() -> None:
     with pytest.raises(ValueError, match="world of 4"):
         dry_run(nn.Module, torch.optim.SGD, torch.sum, world=4, rank=4, real=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='offload="auto" is chosen where a job starts'):
+        dry_run(nn.Module, torch.optim.SGD, torch.sum, world=4, real=False, offload="auto")  # type: ignore[arg-type]
 
 
 BF16 = torch.bfloat16
@@ -54,7 +57,11 @@ OFFLOADS = [
     (2, "bf16", Offload(moments=BF16, split_master=True, read_back=True, update_in_backward=True)),
     (3, "bf16", Offload(parameters="cpu")),
     (2, "bf16", Offload(host_fraction=0.5)),
-    (2, "bf16", Offload(delayed_update_after=1)),
+    (3, "bf16", Offload(host_fraction=0.5)),
+    (3, "bf16", Offload(host_fraction="auto", device_memory=20_000_000)),
+    (1, "bf16", Offload(delayed_update_after=2)),
+    (2, "bf16", Offload(delayed_update_after=3)),
+    (3, "bf16", Offload(delayed_update_after=40)),
 ]
 
 
@@ -75,6 +82,24 @@ def test_offloads_run_dry_too_and_are_as_planned(case: int, world: int) -> None:
     assert moved.elements == seen.volume_elements
     assert {"to the host": moved.to_host, "to the device": moved.to_device} == dict(seen.host_traffic)
     assert seen.at_peak.parameters == seen.at_step.parameters
+
+
+def test_a_fraction_that_the_run_chooses_is_what_is_planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "available_memory", lambda: 4 * 1_200_000)  # of which model states take six tenths
+    asked = ["dryrun", "tiny", "--world", "4", "--stage", "2", "--offload", "cpu", "--without-gpu"]
+    states = {}
+    for fraction in ("0.0", "auto", "1.0"):
+        assert main([*asked, "--set", f"shard.offload.host_fraction={fraction}", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["at_step"]["model_states"] == pytest.approx(told["plan"]["model_states"], rel=0.01)
+        assert sum((told["host"] or {}).values()) == told["plan"]["host"]
+        assert told["host_traffic"] == told["plan"]["host_traffic"] or fraction == "0.0"
+        states[fraction] = told["at_step"]["model_states"]
+    assert states["1.0"] < states["auto"] < states["0.0"]
+    assert main([*asked, "--set", "shard.offload.host_fraction=auto"]) == 0
+    assert "Ψ_host" in capsys.readouterr().out
 
 
 def test_the_command_prints_the_table_and_names_bad_input(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ from zeroshard.observe.ledger import Memory
 from zeroshard.plan.budget import WORKSPACE, Budget, DeviceMemory, budget
 from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.plan.models import from_config
+from zeroshard.plan.placed import host_share, place
 from zeroshard.plan.shape import Setup
+from zeroshard.plan.units import transformer_units
 from zeroshard.plan.volume import Volume, volume
 from zeroshard.table import state_table
 from zeroshard.train.gpt import GPT
@@ -179,7 +181,7 @@ class _Seen:
             model_parallel=self.job.train.tensor_parallel,
             activations=config.activations,
             arena=config.arena,
-            offload=config.offload,
+            offload=self.run.offload,
             precision=self.job.precision,  # type: ignore[arg-type]
             cast_on_gather=config.precision.cast_on_gather,
             batch=self.job.train.batch,
@@ -269,11 +271,11 @@ class _Seen:
         return table
 
     def _paper(self) -> tuple[list[PaperRow], list[PaperRow]]:
-        stage, offload = int(self.config.stage), self.config.offload
+        stage, offload = int(self.config.stage), self.run.offload
         if offload is None:
             return paper_memory(stage, self._data_ranks, self.job.precision), []
-        share = 1.0 if offload.host_fraction == "auto" else float(offload.host_fraction)
-        on_host = OnHost(options=offload, share=share)
+        units = place(self._setup, transformer_units(from_config(self.job.model), self._setup))
+        on_host = OnHost(options=offload, share=host_share(units))
         return paper_offload_memory(stage, self._data_ranks, self.job.precision, on_host)
 
 

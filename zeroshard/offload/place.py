@@ -78,16 +78,20 @@ def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:
         raise problem or ValueError("offload: another rank could not pin its host memory; its message says why")
 
 
+def room_for_states(device: torch.device, local_ranks: int) -> int:
+    """Bytes that host_fraction="auto" takes of the device where ``device_memory`` says nothing."""
+    if device.type == "cuda":
+        return int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(DEVICE_SHARE * machine.available_memory()) // local_ranks
+
+
 def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]:
     sizes = [sum(flat.own.numel for flat in unit.trainable_flats) for unit in units]
     if options.host_fraction != "auto":
         return stay_on_device(sizes, options.host_fraction)
-    if options.device_memory is not None:
-        budget = options.device_memory
-    elif fabric.device.type == "cuda":
-        budget = int(DEVICE_SHARE * torch.cuda.mem_get_info(fabric.device)[0])
-    else:
-        budget = int(DEVICE_SHARE * machine.available_memory()) // fabric.local_ranks
+    budget = options.device_memory
+    if budget is None:
+        budget = room_for_states(fabric.device, fabric.local_ranks)
     flats = [flat for unit in units for flat in unit.flats]
     at_rest = sum(
         (flat.shard_range if flat.sharded else flat.layout.whole).numel * flat.dtype.itemsize for flat in flats

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import compat
 from ..api import shard, stats
+from ..config import AUTO
 from ..flat import Flat
 from ..observe.ledger import Memory
+from ..offload.options import Offload
+from ..offload.place import room_for_states
 from ..runtime import Runtime, runtime_of
 from ..traffic import Traffic
 
 STEPS = 3
 """The first two steps learn the order of units and make the optimizer's states; one more looks at the peak by kind."""
+DELAYED_AFTER = 1
+"""Steps after which an update that is to be delayed is, at most: it is under way when the last one is looked at."""
 AT_PEAK = 0.999
 """Memory is looked at by kind when this much of the peak is alive."""
 
@@ -57,6 +62,8 @@ class DryRun:
     """Elements that stage 3 held from forward to backward."""
     real: bool
     """Whether the memory was a device's."""
+    offload: Offload | None = None
+    """What it ran with: as asked, but for ``DELAYED_AFTER``, and with the ``device_memory`` that "auto" found."""
 
     @property
     def volume_elements(self) -> int:
@@ -90,6 +97,10 @@ def dry_run(
         raise ValueError(f"rank={rank} does not exist in a world of {world}")
     if world % tensor_parallel:
         raise ValueError(f"tensor parallelism of {tensor_parallel} does not divide a world of {world}")
+    if options.get("offload") == AUTO:
+        raise ValueError('offload="auto" is chosen where a job starts; name one to run it dry')
+    offload = _as_run(Offload.parse(options.get("offload")), world, real)
+    options["offload"] = offload
     with compat.one_rank_of(world, rank):
         if parallelise is not None and tensor_parallel > 1:
             device = "cuda" if real else "cpu"
@@ -97,9 +108,21 @@ def dry_run(
             mesh = init_device_mesh(device, (world // tensor_parallel, tensor_parallel), mesh_dim_names=names)["model"]
             build = partial(_built_in_parts, build, parallelise, mesh)
         if real:
-            return _on_device(build, optimizer, loss, options)
+            return replace(_on_device(build, optimizer, loss, options), offload=offload)
         with compat.without_values():
-            return _without_values(build, optimizer, loss, options)
+            return replace(_without_values(build, optimizer, loss, options), offload=offload)
+
+
+def _as_run(offload: Offload | None, world: int, real: bool) -> Offload | None:
+    """An offload that is in a few steps as it is in the long run, and that the plan can be asked about."""
+    if offload is None:
+        return None
+    if offload.delayed_update_after is not None:
+        offload = replace(offload, delayed_update_after=min(offload.delayed_update_after, DELAYED_AFTER))
+    if offload.host_fraction == "auto" and offload.device_memory is None:
+        device = torch.device("cuda" if real else "cpu")
+        offload = replace(offload, device_memory=room_for_states(device, local_ranks=world))
+    return offload
 
 
 def _built_in_parts(

@@ -65,6 +65,12 @@ def place(setup: Setup, units: Sequence[UnitShape]) -> list[PlacedUnit]:
     return [PlacedUnit(unit.block, placed(unit.flats, here)) for unit, here in zip(units, stays, strict=True)]
 
 
+def host_share(units: Sequence[PlacedUnit]) -> float:
+    """Of the elements that this rank updates, those whose states are on its host."""
+    trained = [flat for unit in units for flat in unit.trained]
+    return sum(flat.own for flat in trained if flat.on_host) / sum(flat.own for flat in trained)
+
+
 def _stay(setup: Setup, sizes: Sequence[int], units: Sequence[UnitShape]) -> list[bool]:
     offload = setup.offload
     if offload is None:
