@@ -15,6 +15,14 @@ def gpt() -> nn.Module:
     return GPT(ModelConfig(layers=2, hidden=64, heads=2, sequence=64))
 
 
+def misfit() -> Any:
+    return nn.Linear(8, 8), (torch.empty(4, 9),)
+
+
+def no_tokens() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
 def recomputing() -> nn.Module:
     return GPT(ModelConfig(layers=2, hidden=64, heads=2, sequence=64, checkpointing=True))
 

@@ -33,6 +33,8 @@ def asked(capsys: pytest.CaptureFixture[str], function: str, *argv: str, machine
         ("one_matrix", ["--checkpointing"], "--checkpointing recomputes blocks"),
         ("recomputing", ["--seq", "64", "--no-checkpointing"], "recomputes its blocks itself"),
         ("gpt", ["--max-model"], "leave --model tests.plan.factory:gpt out"),
+        ("no_tokens", ["--seq", "65"], "does not take token ids, give --seq if not 65"),
+        ("misfit", [], "return inputs that it takes, and keep values"),
         ("without_parameters", [], "ReLU has no parameters"),
         ("leaves", [], "building it on the meta device failed: SystemExit: 5"),
     ],

@@ -74,10 +74,12 @@ class Factory:
                 recomputed=recomputed,
             )
         except (Exception, SystemExit) as error:
+            remedy = "return inputs that it takes, and "
+            if inputs is None:
+                remedy = f"return (module, inputs) if it does not take token ids, give --seq if not {sequence}, and "
             raise ModelError(
                 f"--model {self.source}: tracing {type(model).__name__} on the meta device failed: {_told(error)}; "
-                "return (module, inputs) if it does not take token ids, and keep values that follow from parameters or "
-                "random numbers out of its control flow"
+                f"{remedy}keep values that follow from parameters or random numbers out of its control flow"
             ) from None
         return replace(traced, tokens_known=traced.tokens_known or "sequence" in self._takes)
 
