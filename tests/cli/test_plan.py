@@ -130,6 +130,17 @@ def test_a_row_says_whether_it_fits_where_there_are_no_colours(capsys: pytest.Ca
     assert "yes" in rows["1", "none"]
 
 
+@pytest.mark.parametrize("width", [80, 100, 132])
+def test_no_number_is_cut_off_in_a_narrow_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeroshard.cli.plan.WIDTH", width)
+    assert exit_code("plan", "--model", "zero-7.5b", "--gpus", "64", "--machine", "v100", "--batch", "max") == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert ("PPPP" in shown) == (width == 132)
+
+
 def test_machines_without_accelerators_have_ranks_that_share_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     answer = asked(capsys, "--model", "zero-1.5b", "--machine", "cpu", "--gpus", "8", "--host-memory", "400")
     assert answer["hardware"]["nodes"] == 4

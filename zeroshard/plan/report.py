@@ -16,7 +16,8 @@ from .hardware import GB, Hardware
 from .models import Subject
 from .shape import Transformer
 
-BAR = 36  # characters that stand for the whole device
+BAR = 32  # characters that stand for the whole device
+WIDE, MEDIUM = 120, 100  # a terminal below these has no room for bars, and none for what bounds a step
 LETTERS = {
     "parameters": ("P", "blue"),
     "gradients": ("G", "yellow"),
@@ -44,11 +45,13 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     )
     console.print(f"on {hardware}", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("stage", justify="right")
+    table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("offload", no_wrap=True)
     if len(batches) > 1:
-        table.add_column("batch", justify="right")
-    table.add_column(f"peak of one rank; {BAR} characters are {hardware.device_memory / GB:.4g} GB", no_wrap=True)
+        table.add_column("batch", justify="right", no_wrap=True)
+    bars, bounds = console.width >= WIDE, console.width >= MEDIUM
+    if bars:
+        table.add_column(f"peak, of {hardware.device_memory / GB:.4g} GB", no_wrap=True)
     for title in ("GB", "room", "host GB", "fits", "volume"):
         table.add_column(title, justify="right", no_wrap=True)
     gathers = any(row.volume.checkpoints_gathered for row in rows)
@@ -57,14 +60,16 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     timed = any(row.time is not None for row in rows)
     if timed:
         table.add_column("step", justify="right", no_wrap=True)
-        table.add_column("bound by", overflow="ellipsis", no_wrap=True)
+        if bounds:
+            table.add_column("bound by", overflow="ellipsis", no_wrap=True)
     for row in rows:
         cells: list[str | Text] = [str(row.setup.stage), row.variant.name]
         if len(batches) > 1:
             cells.append(str(row.setup.batch))
+        if bars:
+            cells.append(_bar(row.budget.peak, hardware))
         host = row.budget.host.total
         cells += [
-            _bar(row.budget.peak, hardware),
             _gb(row.budget.peak.total),
             Text(_gb(row.room, sign=True), style="green" if row.room >= 0 else "red"),
             Text(_gb(host) if host else "", style="red" if host and row.host_room < 0 else ""),
@@ -74,7 +79,8 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
         if gathers:
             cells.append(f"{row.volume.checkpoints_gathered / _per_rank(row):.2f}Ψ")
         if timed:
-            cells += [f"{row.time.total:.3g} s", row.time.bottleneck.value] if row.time is not None else ["", ""]
+            told = (_seconds(row.time.total), row.time.bottleneck.value) if row.time is not None else ("", "")
+            cells += told if bounds else told[:1]
         table.add_row(*cells, style="bold" if row is best else "" if row.fits else "dim")
     console.print(table)
     if LARGEST_BATCH in batches:
@@ -84,7 +90,8 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
         for kind, (letter, colour) in LETTERS.items()
         if kind != "arena" or setup.arena
     )
-    console.print(legend)
+    if bars:
+        console.print(legend)
     console.print(
         f"room: beside what driver and allocator take; host GB: of one rank, whose part of the node is "
         f"{_gb(hardware.host_memory_per_rank)}"
@@ -216,7 +223,7 @@ def print_largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Har
             "█" * max(1, round(BAR * model.parameters / most)),
             _gb(row.budget.peak.total),
             _gb(host) if host else "",
-            f"{time.total:.3g} s" if time is not None else "",
+            _seconds(time.total) if time is not None else "",
         )
     console.print(table)
 
@@ -227,6 +234,17 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.0f}"
+
+
+def _seconds(time: float) -> str:
+    """As one reads them.
+
+    >>> _seconds(0.00135), _seconds(6780.0)
+    ('1.35 ms', '6,780 s')
+    """
+    if time < 0.1:
+        return f"{time * 1e3:.3g} ms"
+    return f"{time:.3g} s" if time < 1000 else f"{time:,.0f} s"
 
 
 def _gb(size: float, *, sign: bool = False) -> str:
