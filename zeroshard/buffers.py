@@ -37,8 +37,15 @@ def make_ordinary(model: nn.Module) -> None:
 
     The objects stay. Nobody outside that mode can write to such a tensor, so not even rank 0's values could be taken.
     """
+    names: dict[int, str] = {}
     for name, buffer in model.named_buffers():
         if buffer.is_inference():
+            other = names.setdefault(compat.storage_key(buffer), name)
+            if other != name:
+                raise ValueError(
+                    f"buffers {other!r} and {name!r} were made under torch.inference_mode() and share their memory, "
+                    "which copies of them would not; build the model outside that mode"
+                )
             try:
                 torch.utils.swap_tensors(buffer, buffer.detach().clone())
             except RuntimeError as error:

@@ -26,6 +26,8 @@ ALIGNMENT = 64
 
 ROOT = ""
 """Name of the root unit, as ``named_modules`` names the root module."""
+ROOT_TITLE = "(root)"
+"""What it is called where names are read."""
 
 REPEATED_SHARE = 0.05
 """A container of repeated blocks is worth units of its own when the blocks hold this share of the parameters."""

@@ -6,7 +6,7 @@ from . import parallel
 from .comm import Fabric
 from .config import Precision
 from .flat import Flat, Presence
-from .layout import UnitSpec, divide_into_flats
+from .layout import ROOT_TITLE, UnitSpec, divide_into_flats
 from .placeholder import Placeholders
 from .table import StateTable
 
@@ -25,7 +25,7 @@ class Unit:
         placeholders: Placeholders,
     ) -> None:
         self.name = spec.name
-        self.title = spec.name or "(root)"
+        self.title = spec.name or ROOT_TITLE
         self.module = spec.module
         itemsize = precision.parameters.itemsize if precision.parameters is not None else None
         groups = divide_into_flats(

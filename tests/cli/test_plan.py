@@ -139,6 +139,9 @@ def test_no_number_is_cut_off_in_a_narrow_terminal(
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert ("PPPP" in shown) == (width == 132)
+    parallel = ("--model-parallel", "25", "--gpus", "25", "--nodes", "1", "--partition", "--activation-offload")
+    assert exit_code("plan", "--model", "zero-1.5b", "--machine", "h100", *parallel) == 0
+    assert width == 80 or "…" not in capsys.readouterr().out
 
 
 def test_machines_without_accelerators_have_ranks_that_share_the_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +150,44 @@ def test_machines_without_accelerators_have_ranks_that_share_the_host(capsys: py
     assert answer["hardware"]["device_memory"] == 200e9
     assert {row["offload"] for row in answer["rows"]} == {"none"}
     assert 'precision="fp32"' in answer["recommended"]["shard"]
+    assert "--set train.device=cpu" in answer["recommended"]["command"]
+
+
+def test_on_machines_without_accelerators_device_and_host_are_the_same_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--model", "zero-1.5b", "--machine", "cpu")
+    points = asked(capsys, *options, "--gpus", "1", "--host-memory", "40", "--scale", "1..4")["scale"]
+    assert [point["fits"] for point in points] == [True, False, False], "the ranks of a node divide its memory"
+    kept = asked(capsys, *options, "--host-memory", "44", "--batch", "64", "--activation-offload", code=1)["rows"][-1]
+    assert kept["host"]["pinned"] > 0
+    assert kept["room"] == 22e9 - kept["peak"]["total"] - sum(kept["host"].values())
+
+
+def test_what_a_configuration_says_of_gathering_is_planned_and_taken_back_in_other_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    shape = "[model]\nlayers = 4\nhidden = 64\nheads = 4\nsequence = 64\n"
+    file.write_text(shape + "[shard]\nstage = 3\nprefetch = 3\nkeep = []\n")
+    answer = asked(capsys, "--model", str(file), "--gpus", "8", "--machine", "h100")
+    assert answer["recommended"]["stage"] == 0
+    words = answer["recommended"]["command"].split()
+    arguments = parser().parse_args(words[words.index("train") :])
+    assert not {"prefetch", "keep"} & set(load_job(arguments.config, _overrides(arguments)).shard)
+    nothing_kept = answer["rows"][-1]
+    file.write_text(shape + "[shard]\nstage = 3\n")
+    usual = asked(capsys, "--model", str(file), "--gpus", "8", "--machine", "h100")["rows"][-1]
+    assert nothing_kept["volume"]["all_gather"] > usual["volume"]["all_gather"]
+
+
+def test_options_of_checkpoints_that_a_configuration_has_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[shard]\nstage = 1\n[shard.activations]\noffload = true\nprefetch = 3\n")
+    answer = asked(capsys, "--model", str(file), "--gpus", "8", "--machine", "h100", "--activation-offload")
+    assert "zeroshard.Activations(offload=True, prefetch=3)" in answer["recommended"]["shard"]
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,6 +327,7 @@ def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "tiny", "--gpu-memory", "32", "--seq", "0"], "--seq 0: must be above 0"),
         (["--model", "tiny", "--gpu-memory", "32", "--tokens", "-3"], "--tokens -3: must be above 0"),
         (["--model", "tiny", "--gpu-memory", "32", "--scale", "64..8"], "the smaller first"),
+        (["--model", "tiny", "--gpu-memory", "32", "--scale", "1..99999999999"], "nobody has more than"),
         (["--model", "tiny", "--gpus", "8", "--gpu-memory", "32", "--model-parallel", "3"], "does not divide 8"),
         (["--max-model", "--gpu-memory", "32", "--batch", "max"], "both ask for the largest"),
         (["--calibrate", "nowhere/mine.toml"], "in a folder that exists"),

@@ -183,7 +183,12 @@ def test_what_was_made_in_inference_mode_cannot_be_trained_and_is_refused() -> N
     with torch.inference_mode():
         refuse(model, optimizer, "call it outside")
         other = net()
+        shared = torch.zeros(4)
     refuse(other, sgd(other.parameters()), r"'first\.weight' was made under torch\.inference_mode.*outside that mode")
+    twice = net()
+    twice.register_buffer("a", shared)
+    twice.register_buffer("b", shared.view(2, 2))
+    refuse(twice, sgd(twice.parameters()), r"'a' and 'b' were made under torch\.inference_mode.*share their memory")
     assert_untouched(model, optimizer)
 
 

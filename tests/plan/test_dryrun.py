@@ -133,6 +133,22 @@ def test_the_command_tells_device_and_host_apart_and_speaks_json(capsys: pytest.
     assert sum(told["host"].values()) == told["plan"]["host"]
 
 
+def test_what_a_run_says_is_no_part_of_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--stage", "2", "--offload", "cpu", "--set", "shard.offload.host_fraction=auto", "--without-gpu")
+    assert main(["dryrun", "tiny", "--world", "3", *options, "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["parameters"] > 0
+    assert "nothing is offloaded" in said.err
+
+
+@pytest.mark.parametrize("keep", ["[]", '["blocks.0"]', '["(root)"]', '["", "blocks.1"]'])
+def test_units_that_are_named_to_be_kept_are_gathered_once(keep: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--stage", "3", "--set", f"shard.keep={keep}", "--without-gpu", "--json")
+    assert main(["dryrun", "tiny", "--world", "3", *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["volume_elements"] == told["plan"]["volume_elements"]
+
+
 def test_the_command_sets_what_checkpoints_move_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["dryrun", "tiny", "--world", "8", "--tensor-parallel", "2", "--without-gpu"]
     asked += ["--set", "shard.activations.partition=true", "--set", "shard.activations.offload=true"]

@@ -84,6 +84,11 @@ def test_a_device_for_all_ranks_is_refused_with_the_remedy(tmp_path: Path) -> No
     assert "train.device" in found
 
 
+def test_recomputing_cannot_be_left_to_a_model_that_leaves_it_to_the_job() -> None:
+    with pytest.raises(JobError, match=r"shard\.activations\.checkpoint: the model leaves recomputing to it"):
+        load_job("tiny", {"shard.activations.checkpoint": False, "shard.activations.offload": True})
+
+
 def test_true_is_not_a_number(tmp_path: Path) -> None:
     assert problems(tmp_path, "[train]\nsteps = true\n") == ("train.steps: must be a whole number, is True",)
 

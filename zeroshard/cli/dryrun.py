@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from zeroshard.observe.ledger import Memory
 from zeroshard.plan.budget import WORKSPACE, Budget, DeviceMemory, budget
 from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.plan.models import from_config
+from zeroshard.plan.module import gathering
 from zeroshard.plan.placed import host_share, place
 from zeroshard.plan.shape import Setup
 from zeroshard.plan.units import transformer_units
@@ -98,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
         real = torch.cuda.is_available() and not arguments.without_gpu
         cap = _cap(arguments.memory_cap, real)
-        result = _run(job, arguments.world, arguments.rank, real)
+        with redirect_stdout(sys.stderr):  # what a run says is no part of the answer
+            result = _run(job, arguments.world, arguments.rank, real)
     except ValueError as error:
         print(f"zeroshard dryrun: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -183,13 +186,10 @@ class _Seen:
             arena=config.arena,
             offload=self.run.offload,
             precision=self.job.precision,  # type: ignore[arg-type]
-            cast_on_gather=config.precision.cast_on_gather,
             batch=self.job.train.batch,
             sequence=self.job.model.sequence,
             checkpointing=self.job.model.checkpointing or (config.activations is not None),
-            prefetch=1 if config.prefetch is None else config.prefetch,
-            keep=1 if config.keep is None else len(config.keep),
-            max_unit_bytes=config.max_unit_bytes,
+            **gathering(config),
         )
 
     def plan(self) -> tuple[Budget, Volume]:

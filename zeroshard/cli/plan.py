@@ -15,13 +15,14 @@ from rich.console import Console
 
 from zeroshard import machine
 from zeroshard.checks import DTYPES
-from zeroshard.config import Activations
+from zeroshard.config import Activations, Config
 from zeroshard.plan import as_json, calibrate, choice, paper_table, report
 from zeroshard.plan.budget import Traced
 from zeroshard.plan.choice import Row
-from zeroshard.plan.hardware import Hardware, find_hardware
+from zeroshard.plan.hardware import MOST, Hardware, find_hardware
 from zeroshard.plan.machine_profile import calibrated_file
 from zeroshard.plan.models import Subject, find_model
+from zeroshard.plan.module import gathering
 from zeroshard.plan.scale import ScalePoint, cost, doubling, scale
 from zeroshard.plan.shape import Setup
 from zeroshard.process_group import end_process_group, start_process_group
@@ -227,7 +228,9 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
         raise ValueError(f"--model-parallel {degree} does not divide {hardware.gpus} devices")
     activations = subject.activations if subject is not None else None
     if arguments.partition or arguments.activation_offload:
-        activations = Activations(partition=arguments.partition, offload=arguments.activation_offload)
+        kept = activations or Activations()
+        partition, offload = arguments.partition or kept.partition, arguments.activation_offload or kept.offload
+        activations = replace(kept, partition=partition, offload=offload)
     if activations is not None and activations.partition and degree == 1:
         if arguments.partition:
             raise ValueError("--partition divides checkpoints among model-parallel ranks; give --model-parallel too")
@@ -255,7 +258,13 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
         checkpointing=checkpointing,
         activations=activations if checkpointing else None,
         arena=subject is not None and subject.arena,
+        **(_gathering(subject) if subject is not None else {}),
     )
+
+
+def _gathering(subject: Subject) -> dict[str, Any]:
+    """What a configuration says of units that are gathered; --precision, which the command has, takes its own away."""
+    return gathering(Config.parse(subject.shard)) | {"cast_on_gather": False}
 
 
 def _usual_precision(hardware: Hardware) -> Any:
@@ -325,4 +334,6 @@ def _span(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} must be two numbers of devices, the smaller first: 8..8192")
+    if int(match[2]) > MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: nobody has more than {MOST:,}")
     return int(match[1]), int(match[2])

@@ -21,7 +21,7 @@ from .. import compat
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3
 LEAVE_SECONDS = 5.0
-"""How long a post under way is waited for when the interpreter ends."""
+"""How long posts under way are waited for when the interpreter ends."""
 
 _posting: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
@@ -126,5 +126,6 @@ def _stop_all() -> None:
     watchdogs = list(_posting)
     for watchdog in watchdogs:
         watchdog.stop()
+    latest = time.monotonic() + LEAVE_SECONDS
     for watchdog in watchdogs:
-        watchdog._thread.join(LEAVE_SECONDS)
+        watchdog._thread.join(max(0.0, latest - time.monotonic()))

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ..config import Activations
+from ..config import STAGE_3_ONLY, Activations
 from ..offload.options import Offload
 from .budget import WORKSPACE, Budget, Model, Traced, budget
 from .hardware import Hardware
@@ -87,7 +87,8 @@ class Row:
     @property
     def room(self) -> float:
         """Bytes of the device that are left; below 0 it does not fit."""
-        return self.hardware.usable_device_memory - self.budget.peak.total
+        on_host = self.budget.host.total if self.hardware.on_cpu else 0  # in the same memory
+        return self.hardware.usable_device_memory - self.budget.peak.total - on_host
 
     @property
     def host_room(self) -> float:
@@ -244,6 +245,7 @@ def shard_options(setup: Setup) -> list[str]:
     if setup.activations is not None:
         kept = setup.activations
         names = [f"{name}=True" for name in ("partition", "offload") if getattr(kept, name)]
+        names += [f"prefetch={kept.prefetch}"] if kept.prefetch != 1 else []
         found.append(f"activations=zeroshard.Activations({', '.join(names)})")
     if setup.arena:
         found.append("arena=True")
@@ -257,6 +259,7 @@ def torchrun_command(setup: Setup, hardware: Hardware, subject: Subject) -> str:
         nodes = f"--nnodes {hardware.nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
     ours = subject.preset is not None and setup.micro_batches == 1  # ours takes one micro-batch a step
     program = " ".join(["-m zeroshard train", *_train_options(setup, subject)]) if ours else "train.py"
+    program += " --set train.device=cpu" if ours and hardware.on_cpu else ""
     return f"torchrun {nodes}--nproc-per-node {hardware.per_node} {program}"
 
 
@@ -274,6 +277,9 @@ def _train_options(setup: Setup, subject: Subject) -> Iterator[str]:
     for name in ("partition", "offload") if kept is not None else ():
         if getattr(kept, name) != getattr(usual, name):
             yield f"--set shard.activations.{name}={str(getattr(kept, name)).lower()}"
+    for name in STAGE_3_ONLY if setup.stage < 3 else ():
+        if name in subject.shard:
+            yield f"--set shard.{name}=none"
     if setup.offload is None:
         yield "--offload none"
         return

@@ -118,9 +118,10 @@ class Factory:
             setup = replace(setup, activations=Recomputed())
         traced = self.traced(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations)
         if setup.checkpointing and len(traced.units) == 1:
+            option = "activation-offload" if "activation-offload" in given else "checkpointing"
             raise ModelError(
-                f"--checkpointing recomputes blocks, and {where} has none: no ModuleList or Sequential of like modules "
-                "holds most of its parameters; leave it out"
+                f"--{option} is about blocks that are recomputed, and {where} has none: no ModuleList or Sequential of "
+                "like modules holds most of its parameters; leave it out"
             )
         if traced.recomputes and "no-checkpointing" in given:
             raise ModelError(

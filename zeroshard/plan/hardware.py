@@ -56,7 +56,8 @@ class Hardware:
         """So many devices of the same kind, in nodes of the same size."""
         a_node = self.node_size or self.per_node
         machine = None if self.machine is None else replace(self.machine, devices_per_node=a_node)
-        return replace(self, gpus=gpus, nodes=math.ceil(gpus / a_node), machine=machine)
+        found = replace(self, gpus=gpus, nodes=math.ceil(gpus / a_node), machine=machine)
+        return replace(found, device_memory=found.host_memory_per_rank) if self.on_cpu else found
 
     @property
     def usable_device_memory(self) -> float:

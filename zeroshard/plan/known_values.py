@@ -2,8 +2,9 @@
 
 A model may look at a mask before it chooses how to compute, as ``mask.all()`` or ``positions.max()``. Such tensors are
 small, and made of ``ones``, ``arange`` and what forward was given, not of parameters. They are computed beside the
-trace on the CPU, operation by operation, so that a look at them is answered as a run would answer it. What follows from
-a parameter, from random numbers or from memory that was not written has no value here, and a look at it fails.
+trace on the CPU, operation by operation, so that a look at one number of them is answered as a run would answer it.
+What follows from a parameter, from random numbers or from memory that was made empty has no value here, and a look at
+it fails; so does a copy of any of them to another device, ``tolist()`` among them.
 """
 
 from __future__ import annotations

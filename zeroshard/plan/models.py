@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class Subject:
     model_parallel: int = 1
     activations: Recomputed | None = None
     arena: bool = False
+    shard: Mapping[str, object] = field(default_factory=dict)
+    """Options of ``shard()`` as a configuration has them."""
     preset: str | None = None
     """What ``zeroshard train`` calls it."""
 
@@ -81,6 +84,7 @@ def find_model(source: str) -> Subject:
         model_parallel=job.train.tensor_parallel,
         activations=Recomputed.parse(job.shard.get("activations")),
         arena=bool(job.shard.get("arena", False)),
+        shard=job.shard,
         preset=source,
     )
 

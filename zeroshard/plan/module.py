@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..checks import DTYPES
 from ..config import Config
+from ..layout import ROOT, ROOT_TITLE
 from ..offload.rules import check_has_kernel
 from ..parallel import mesh_of
 from .activations import Activations
@@ -35,14 +36,23 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
         world=shards,
         precision=cast(Any, names.get(dtype, "bf16")),
         masters=config.precision.keeps_master,
-        cast_on_gather=config.precision.cast_on_gather,
         checkpointing=_checkpoints(model) or (config.activations is not None and config.activations.checkpoint),
         arena=config.arena,
         moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
-        prefetch=1 if config.prefetch is None else config.prefetch,
-        keep=1 if config.keep is None else len(config.keep),
-        max_unit_bytes=config.max_unit_bytes,
+        **gathering(config),
     )
+
+
+def gathering(config: Config) -> dict[str, Any]:
+    """What a setup takes of the options about units that are gathered."""
+    roots, keep = {ROOT, ROOT_TITLE}, config.keep
+    return {
+        "cast_on_gather": config.precision.cast_on_gather,
+        "prefetch": 1 if config.prefetch is None else config.prefetch,
+        "keep": 1 if keep is None else len(set(keep) - roots),
+        "keep_root": keep is None or not roots.isdisjoint(keep),
+        "max_unit_bytes": config.max_unit_bytes,
+    }
 
 
 def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Transformer | None, str | None]:

@@ -15,8 +15,10 @@ from .choice import LARGEST_BATCH, Row
 from .hardware import GB, Hardware
 from .models import Subject
 from .shape import Transformer
+from .time import Bottleneck
 
 BAR = 32  # characters that stand for the whole device
+COLUMN = 8  # that it gives up for each column there is not always
 WIDE, MEDIUM = 120, 100  # a terminal below these has no room for bars, and none for what bounds a step
 LETTERS = {
     "parameters": ("P", "blue"),
@@ -30,6 +32,14 @@ LETTERS = {
     "arena": ("M", "bright_green"),
 }
 WORDS = {"gathered": "gathered parameters", "optimizer_states": "optimizer states", "arena": "idle in the arena"}
+BOUNDS = {
+    Bottleneck.COMPUTE: "compute",
+    Bottleneck.LAUNCH: "launching",
+    Bottleneck.UPDATE: "update",
+    Bottleneck.INSIDE: "links in node",
+    Bottleneck.BETWEEN: "network",
+    Bottleneck.PCIE: "PCIe",
+}
 
 
 def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, console: Console) -> None:
@@ -50,11 +60,12 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     if len(batches) > 1:
         table.add_column("batch", justify="right", no_wrap=True)
     bars, bounds = console.width >= WIDE, console.width >= MEDIUM
+    gathers = any(row.volume.checkpoints_gathered for row in rows)
+    width = BAR - COLUMN * (gathers + (len(batches) > 1))
     if bars:
         table.add_column(f"peak, of {hardware.device_memory / GB:.4g} GB", no_wrap=True)
     for title in ("GB", "room", "host GB", "fits", "volume"):
         table.add_column(title, justify="right", no_wrap=True)
-    gathers = any(row.volume.checkpoints_gathered for row in rows)
     if gathers:
         table.add_column("P_a", justify="right", no_wrap=True)
     timed = any(row.time is not None for row in rows)
@@ -67,7 +78,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
         if len(batches) > 1:
             cells.append(str(row.setup.batch))
         if bars:
-            cells.append(_bar(row.budget.peak, hardware))
+            cells.append(_bar(row.budget.peak, hardware, width))
         host = row.budget.host.total
         cells += [
             _gb(row.budget.peak.total),
@@ -79,7 +90,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
         if gathers:
             cells.append(f"{row.volume.checkpoints_gathered / _per_rank(row):.2f}Ψ")
         if timed:
-            told = (_seconds(row.time.total), row.time.bottleneck.value) if row.time is not None else ("", "")
+            told = (_seconds(row.time.total), BOUNDS[row.time.bottleneck]) if row.time is not None else ("", "")
             cells += told if bounds else told[:1]
         table.add_row(*cells, style="bold" if row is best else "" if row.fits else "dim")
     console.print(table)
@@ -105,18 +116,18 @@ def _per_rank(row: Row) -> float:
     return row.model.parameters / row.setup.model_parallel
 
 
-def _bar(memory: DeviceMemory, hardware: Hardware) -> Text:
+def _bar(memory: DeviceMemory, hardware: Hardware, width: int) -> Text:
     """One letter for each share of the device; what is beyond it ends in an arrow."""
-    scale_ = BAR / hardware.device_memory
+    scale_ = width / hardware.device_memory
     bar, drawn, total = Text(), 0, 0.0
     for kind in KINDS:
         total += getattr(memory, kind)
-        until = min(BAR, round(total * scale_))
+        until = min(width, round(total * scale_))
         letter, colour = LETTERS[kind]
         bar.append(letter * (until - drawn), style=colour)
         drawn = max(drawn, until)
-    bar.append("·" * (BAR - drawn), style="dim")
-    bar.append("→" if total * scale_ > BAR + 0.5 else " ", style="red")
+    bar.append("·" * (width - drawn), style="dim")
+    bar.append("→" if total * scale_ > width + 0.5 else " ", style="red")
     return bar
 
 
@@ -162,9 +173,11 @@ def _shortage(rows: Sequence[Row]) -> str:
         return {kind: -room for kind, room in (("device", row.room), ("host", row.host_room)) if room < 0}
 
     nearest = min(rows, key=lambda row: sum(lacking(row).values()))
-    missing = " and ".join(f"{_gb(size)} GB of {kind} memory" for kind, size in lacking(nearest).items())
+    on_cpu = nearest.hardware.on_cpu  # where all is the host's
+    kinds = {"device": "" if on_cpu else "device ", "host": "host "}
+    missing = " and ".join(f"{_gb(size)} GB of {kinds[kind]}memory" for kind, size in lacking(nearest).items())
     setup = nearest.setup
-    remedies = ["more GPUs", *(["a smaller --batch"] if setup.batch > 1 else [])]
+    remedies = ["more nodes" if on_cpu else "more GPUs", *(["a smaller --batch"] if setup.batch > 1 else [])]
     remedies += ["a smaller --seq"] if isinstance(nearest.model, Transformer) or nearest.model.tokens_known else []
     remedies += [] if setup.checkpointing else ["--checkpointing"]
     return (
@@ -185,7 +198,7 @@ def print_extras(extras: dict[str, Any], console: Console) -> None:
     if "scale" in extras:
         table = Table(box=None, pad_edge=False, padding=(0, 2))
         counted = next(name for name in ("tokens", "samples") if f"{name}_a_second" in extras["scale"][0])
-        for title in ("GPUs", "step s", f"{counted}/s", "efficiency", "exposed communication", "fits"):
+        for title in ("devices", "step s", f"{counted}/s", "efficiency", "exposed communication", "fits"):
             table.add_column(title, justify="right")
         for point in extras["scale"]:
             table.add_row(

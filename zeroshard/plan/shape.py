@@ -213,7 +213,8 @@ class Setup:
     """Tensors of a parameter's size that the optimizer keeps."""
     prefetch: int = 1
     keep: int = field(default=1)
-    """Stage 3: blocks held from forward to backward, beside the root."""
+    """Stage 3: blocks held from forward to backward, the last ones."""
+    keep_root: bool = True
     max_unit_bytes: int = 1 << 30
     """A block above this is several units."""
 

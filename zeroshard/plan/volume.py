@@ -53,7 +53,7 @@ def volume(model: Model, setup: Setup) -> Volume:
     units = place(setup, units_of(model, setup))
     flats = [flat for unit in units for flat in unit.flats]
     trained = sum(flat.whole for flat in flats if flat.shape.trained)
-    kept = {0, *range(max(1, len(units) - setup.keep), len(units))}
+    kept = {*range(setup.keep_root), *range(max(1, len(units) - setup.keep), len(units))}
     gathers = [times * (1 if number in kept else 2) for number in range(len(units))]
 
     gathered = reduced = summed = 0

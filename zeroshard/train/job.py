@@ -150,6 +150,9 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
     problems += shard_config.problems(shard, "shard")
     if train.tensor_parallel > 1 and model.heads % train.tensor_parallel:
         problems.append(f"train.tensor_parallel: must divide model.heads = {model.heads}, is {train.tensor_parallel}")
+    kept = shard.get("activations")
+    if isinstance(kept, Mapping) and kept.get("checkpoint") is False:
+        problems.append("shard.activations.checkpoint: the model leaves recomputing to it; say true, or leave it out")
     if "device" in shard:
         problems.append("shard.device: every rank has its own here; say train.device = 'cpu' or 'cuda'")
     if problems:
