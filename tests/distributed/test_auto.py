@@ -11,7 +11,7 @@ from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from zeroshard import machine
 from zeroshard.config import Config
-from zeroshard.plan.budget import DeviceMemory
+from zeroshard.plan.device_memory import DeviceMemory
 from zeroshard.plan.foresee import Foresight, room_of
 
 

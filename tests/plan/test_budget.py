@@ -12,9 +12,12 @@ import torch
 from zeroshard.config import Activations
 from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import paper_activations, transformer_activations
-from zeroshard.plan.budget import Phase, _Rank, budget, units_of
+from zeroshard.plan.budget import budget
+from zeroshard.plan.device_memory import Phase
 from zeroshard.plan.memory import StateBytes
+from zeroshard.plan.rank_memory import RankMemory
 from zeroshard.plan.shape import Setup, Transformer
+from zeroshard.plan.traced import units_of
 from zeroshard.plan.units import transformer_units
 from zeroshard.plan.volume import volume
 
@@ -224,7 +227,7 @@ def test_no_peak_is_missed_in_the_midst_of_equal_blocks(stage: int, offload: Off
         if arena:
             setup = replace(setup, activations=Activations(), arena=True, micro_batches=2)
         ends, every = (
-            _Rank(setup, units_of(model, setup), transformer_activations(model, setup), 0, 0) for _ in range(2)
+            RankMemory(setup, units_of(model, setup), transformer_activations(model, setup), 0, 0) for _ in range(2)
         )
         every._looked_at = list(range(len(every.units)))
         assert len(ends._looked_at) < len(every._looked_at)

@@ -21,7 +21,8 @@ from zeroshard.config import Config
 from zeroshard.offload.options import Offload
 from zeroshard.plan import dryrun
 from zeroshard.plan.activations import paper_activations
-from zeroshard.plan.budget import Budget, Phase, budget
+from zeroshard.plan.budget import Budget, budget
+from zeroshard.plan.device_memory import Phase
 from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup, Transformer

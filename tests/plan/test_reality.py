@@ -15,10 +15,11 @@ from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import Activations
-from zeroshard.plan.budget import WORKSPACE, Traced, budget
+from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
+from zeroshard.plan.traced import Traced
 from zeroshard.plan.units import module_units
 from zeroshard.plan.volume import volume
 from zeroshard.runtime import runtime_of

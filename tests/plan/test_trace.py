@@ -11,12 +11,12 @@ from torch import nn
 from zeroshard import compat
 from zeroshard.config import Activations as Recomputed
 from zeroshard.plan.activations import transformer_activations
-from zeroshard.plan.budget import Traced
 from zeroshard.plan.machine_profile import load
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
 from zeroshard.plan.time import step_time
 from zeroshard.plan.trace import trace
+from zeroshard.plan.traced import Traced
 from zeroshard.plan.unit_costs import work_of
 from zeroshard.plan.units import transformer_units
 from zeroshard.plan.volume import volume

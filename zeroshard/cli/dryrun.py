@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from zeroshard.config import Config
 from zeroshard.observe.ledger import Memory
-from zeroshard.plan.budget import WORKSPACE, Budget, DeviceMemory, budget
+from zeroshard.plan.budget import WORKSPACE, Budget, budget
+from zeroshard.plan.device_memory import DeviceMemory
 from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.module import gathering

@@ -17,7 +17,6 @@ from zeroshard import machine
 from zeroshard.checks import DTYPES
 from zeroshard.config import Activations, Config
 from zeroshard.plan import as_json, calibrate, choice, paper_table, report
-from zeroshard.plan.budget import Traced
 from zeroshard.plan.choice import Row
 from zeroshard.plan.hardware import MOST, Hardware, find_hardware
 from zeroshard.plan.machine_profile import calibrated_file
@@ -25,6 +24,7 @@ from zeroshard.plan.models import Subject, find_model
 from zeroshard.plan.module import gathering
 from zeroshard.plan.scale import ScalePoint, cost, doubling, scale
 from zeroshard.plan.shape import Setup
+from zeroshard.plan.traced import Traced
 from zeroshard.process_group import end_process_group, start_process_group
 
 DESCRIPTION = """\

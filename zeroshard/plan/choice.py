@@ -11,11 +11,12 @@ import torch
 
 from ..config import STAGE_3_ONLY, Activations
 from ..offload.options import Offload
-from .budget import WORKSPACE, Budget, Model, Traced, budget
+from .budget import WORKSPACE, Budget, budget
 from .hardware import Hardware
 from .models import Subject
 from .shape import Setup, Transformer, Work
 from .time import StepTime, step_time
+from .traced import Model, Traced
 from .volume import Volume, volume
 
 LARGEST_BATCH = 1 << 20

@@ -17,10 +17,10 @@ from torch import nn
 
 from ..checks import nearest
 from ..config import Activations as Recomputed
-from .budget import Traced
 from .known_values import KnownValues
 from .shape import ModelError, Setup
 from .trace import samples_of, tokens_of, trace
+from .traced import Traced
 
 
 class Factory:

@@ -20,8 +20,8 @@ from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
 from ..offload.options import Offload
 from ..parallel import local
-from .budget import KINDS, DeviceMemory
 from .choice import Row, Variant, recommend, shard_options, variants
+from .device_memory import KINDS, DeviceMemory
 from .hardware import GB, Hardware, profile_of
 from .memory import STATES_SHARE
 from .module import has_kernel, known, setup_of

@@ -13,10 +13,10 @@ from ..checks import nearest
 from ..config import Activations as Recomputed
 from ..train.gpt import ModelConfig
 from ..train.job import JobError, load_job, presets
-from .budget import Traced
 from .factory import Factory
 from .huggingface import HUGGINGFACE, Reader, described, read_config
 from .shape import MOST_LAYERS, ModelError, Setup, Transformer
+from .traced import Traced
 
 
 @dataclass(frozen=True)

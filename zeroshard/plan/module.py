@@ -15,11 +15,11 @@ from ..layout import ROOT, ROOT_TITLE
 from ..offload.rules import check_has_kernel
 from ..parallel import mesh_of
 from .activations import Activations
-from .budget import Traced
 from .memory import state_tensors
 from .models import describe
 from .shape import Setup, Transformer
 from .trace import tokens_of, trace
+from .traced import Traced
 from .units import buffer_bytes, module_units
 
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from . import choice
-from .budget import KINDS, DeviceMemory
 from .choice import LARGEST_BATCH, Row
+from .device_memory import KINDS, DeviceMemory
 from .hardware import GB, Hardware
 from .models import Subject
 from .shape import Transformer

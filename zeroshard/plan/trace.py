@@ -24,9 +24,9 @@ from ..checks import DTYPES
 from ..config import Activations as Recomputed
 from ..layout import UnitSpec, find_units
 from .activations import Activations
-from .budget import Traced
 from .known_values import KnownValues
 from .recomputing import Recomputing
+from .traced import Traced
 from .units import buffer_bytes, module_units
 
 TARGETS = ("labels", "targets")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ..table import Extent, state_table
 from .activations import checkpoint_shape
-from .budget import Model, units_of
 from .placed import place
 from .shape import Setup, Transformer
+from .traced import Model, units_of
 
 
 @dataclass(frozen=True)
