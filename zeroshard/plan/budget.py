@@ -35,6 +35,7 @@ class Budget:
 def budget(model: Model, setup: Setup, workspace: int = WORKSPACE) -> Budget:
     """What one rank of a setup needs; ``workspace`` is what the device's libraries take.
 
+    >>> from .shape import Transformer
     >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024)
     >>> needs = budget(gpt, Setup(stage=2, world=64, batch=8))
     >>> round(needs.at_step.model_states / gpt.parameters, 2), needs.phase.value
