@@ -209,7 +209,7 @@ class OperationWatch(TorchDispatchMode):
         count = flop_registry.get(func.overloadpacket)  # not torch's own mode for it, whose hooks keep tensors alive
         if count is not None:
             self.flops += _flops(count, args, kwargs or {}, result)
-        self.see([local_tensor(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)])
+        self.see([local_tensor(tensor) for tensor in tensors_in(result)])
         return result
 
     def see(self, tensors: list[Tensor]) -> None:
@@ -225,7 +225,7 @@ def watch_functional_collectives(see: Callable[[str, int, int], None]) -> Iterat
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if func.namespace == "_c10d_functional":
-                tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+                tensors = tensors_in((args, result))
                 if tensors:
                     largest = max(tensors, key=Tensor.numel)
                     see(func._opname, largest.numel(), largest.itemsize)

@@ -210,7 +210,7 @@ class Lane:
         if compat.is_fake(whole):  # has no values
             return
         slices = whole.view(self.world, -1)
-        for others in (slices[: self.rank], slices[self.rank + 1 :]):  # two copies, however many ranks
+        for others in (slices[: self.rank], slices[self.rank + 1 :]):  # of which there may be thousands
             others.copy_(shard.view(1, -1).expand_as(others))
         slices[self.rank].copy_(shard.view(-1))
 

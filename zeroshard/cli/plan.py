@@ -235,12 +235,11 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
         if arguments.partition:
             raise ValueError("--partition divides checkpoints among model-parallel ranks; give --model-parallel too")
         activations = replace(activations, partition=False)
-    if subject is not None and subject.transformer is not None and subject.transformer.heads % degree:
-        raise ValueError(f"--model-parallel {degree} does not divide the {subject.transformer.heads} heads")
-    if subject is not None and subject.transformer is not None and (subject.transformer.kv_heads or degree) % degree:
-        raise ValueError(
-            f"--model-parallel {degree} does not divide the {subject.transformer.kv_heads} heads of keys and values"
-        )
+    shape = subject.transformer if subject is not None else None
+    if shape is not None and shape.heads % degree:
+        raise ValueError(f"--model-parallel {degree} does not divide the {shape.heads} heads")
+    if shape is not None and (shape.kv_heads or degree) % degree:
+        raise ValueError(f"--model-parallel {degree} does not divide the {shape.kv_heads} heads of keys and values")
     sequence = arguments.seq or (subject.sequence if subject is not None else 1024)
     if subject is not None and subject.longest is not None and sequence > subject.longest:
         raise ValueError(f"--seq {sequence}: {subject.name} takes {subject.longest} tokens at most")
