@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from . import compat, guards, machine, parallel, shortage
-from .comm import DisagreementError, Fabric
+from .comm import Fabric
 from .config import Config
+from .consistency import OF_ONE_RANK_OFFLOADING, check_same_everywhere
 from .observe.ledger import Stats
 from .offload.rules import check_has_kernel
 from .optimizer import ShardedOptimizer
@@ -23,7 +23,7 @@ from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
 from .shardable import check_covers, check_elementwise
 
 if TYPE_CHECKING:
-    from .plan.foresee import Foresight
+    from .plan.foresee import Advice, Foresight
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,7 +60,7 @@ def shard(
         if message is not None:
             print(message)
     fabric = Fabric(device, config.stall_timeout, config.mesh, parallel.mesh_of(model))
-    _check_same_everywhere(model, optimizer, config, fabric)
+    check_same_everywhere(model, optimizer, config, fabric)
     if config.activations is not None and config.activations.partition and fabric.model.world == 1:
         raise ValueError(
             "activations.partition divides checkpoints among model-parallel ranks, and this model has no tensor "
@@ -218,21 +218,12 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, config:
 
 
 def _choose_device(model: nn.Module, config: Config) -> torch.device:
-    device = config.device
-    if device is None:
-        device = next(model.parameters()).device
-        if device.type in ("cpu", "meta"):
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r} is not there: this torch sees no GPU; leave device= out")
-    if device.type == "cuda" and device.index is None:
-        local = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-        if local >= torch.cuda.device_count():
-            raise ValueError(
-                f"LOCAL_RANK={local}, but this machine has {torch.cuda.device_count()} GPUs; start fewer ranks a node, "
-                "or pass device="
-            )
-        device = torch.device("cuda", local)
+    wanted = config.device
+    if wanted is None:
+        wanted = next(model.parameters()).device
+        if wanted.type in ("cpu", "meta"):
+            wanted = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = machine.device_of_rank(wanted)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -248,12 +239,11 @@ def _consult_plan(
         return config, None
     from .plan import foresee  # late, for it takes time and is needed once
 
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", fabric.world))
-    room = foresee.least(fabric.gather_objects(foresee.room_of(model, fabric.device, local)))
+    room = foresee.least(fabric.gather_objects(foresee.room_of(model, fabric.device, fabric.local_ranks)))
     foresight = foresee.Foresight(model, optimizer, config, fabric.shards, room)
     advice = foresight.advise()
     if config.stage == "auto" or config.chooses_offload:
-        advice = fabric.gather_objects(advice)[0]  # what is known of the machine may differ from node to node
+        advice = _of_this_rank(fabric.from_rank_zero(advice), config)
     if fabric.rank == 0 and advice.chosen is not None:
         print(advice.chosen)
     if fabric.rank == 0 and advice.warning is not None:
@@ -262,34 +252,9 @@ def _consult_plan(
     return foresight.config, foresight
 
 
-def _check_same_everywhere(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
-) -> None:
-    """Ranks that shard different things would swap data silently later on; they are told apart here."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-    settings = [{k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)} for group in groups]
-    init = "a function" if callable(config.init) else repr(config.init)  # whose repr has an address in it
-    mesh = "" if config.mesh is None else f" of mesh {tuple(config.mesh.mesh.shape)}"  # its ranks may differ
-    facts = [
-        f"{replace(config, mesh=None)!r}{mesh} with init={init}",
-        f"optimizer {type(optimizer).__name__} with groups {settings}",
-    ]
-    for name, parameter in model.named_parameters():
-        trained = "trained" if parameter.requires_grad else "frozen"
-        member = f"in group {group_of[id(parameter)]}" if id(parameter) in group_of else "in no group"
-        placed = getattr(parameter, "placements", "")  # of a DTensor
-        facts.append(f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {placed}{trained}, {member}")
-    facts += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
-    everybody = fabric.gather_objects(facts)
-    for rank, theirs in enumerate(everybody):
-        for zeroth, other in zip(everybody[0], theirs, strict=False):
-            if zeroth != other:
-                raise DisagreementError(
-                    f"ranks were given different things to shard: rank 0 has {zeroth}, rank {rank} has {other}"
-                )
-        if len(theirs) != len(everybody[0]):
-            raise DisagreementError(
-                f"ranks were given different models: rank 0 has {len(everybody[0]) - 2} parameters and buffers, "
-                f"rank {rank} has {len(theirs) - 2}"
-            )
+def _of_this_rank(advice: Advice, config: Config) -> Advice:
+    """Rank 0's advice, for what is known of a machine differs from node to node; with the limits of this rank."""
+    if advice.offload is None or config.offload is None:
+        return advice
+    mine = {name: getattr(config.offload, name) for name in OF_ONE_RANK_OFFLOADING}
+    return replace(advice, offload=replace(advice.offload, **mine))

@@ -14,6 +14,9 @@ IN_FLIGHT = 2
 ON_THEIR_WAY = 2
 """Checkpoints whose copies to the host are under way, at most. Bounds the device memory that they still hold."""
 
+MESSAGE_BYTES = 64 << 20
+"""Buffers of a model are broadcast together in messages of this size, at most, unless one buffer is larger."""
+
 UPDATE_ELEMENTS = 64 << 20
 """Elements that one call of the optimizer updates, at least; 256 MiB of gradients in fp32."""
 

@@ -129,8 +129,8 @@ class Buffers:
     def follow_rank_zero(self) -> None:
         """Takes rank 0's values where the ranks agreed that they differ."""
         if self.differ:
-            for buffer in self._model.buffers():
-                self._fabric.broadcast(parallel.local(buffer.data), divided=True)
+            buffers = [parallel.local(buffer.data) for buffer in self._model.buffers()]
+            self._fabric.broadcast_together(buffers, divided=True)
             self.differ = False
             self.look()
 

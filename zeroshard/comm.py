@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .bounds import MESSAGE_BYTES
 from .lane import Lane, StallError, all_gather, work_of
+from .messages import in_messages, pack, unpack
 from .observe.watchdog import Watchdog
 from .parallel import grid
 from .process_group import backend_for, warn_of_gloo
@@ -154,6 +156,15 @@ class Fabric:
             with self.gathers.blaming_stalls():
                 dist.broadcast(tensor, group=group, group_src=0)
 
+    def broadcast_together(self, tensors: Sequence[Tensor], *, divided: bool = False) -> None:
+        """``broadcast`` of many tensors of any dtype, in one message if they are small."""
+        if (self.data_group if divided else self.group) is None:
+            return
+        for parts in in_messages(tensors, MESSAGE_BYTES):
+            message = pack(parts, self.device)
+            self.broadcast(message, divided=divided)
+            unpack(message, parts)
+
     def gather_objects(self, value: object) -> list[Any]:
         """Every rank's small Python value, in rank order. Blocks."""
         if self.group is None:
@@ -164,6 +175,15 @@ class Fabric:
         with self.gathers.blaming_stalls():
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def from_rank_zero(self, value: object) -> Any:
+        """Rank 0's Python value, on every rank. Blocks."""
+        if self.group is None or self.backend == "fake":
+            return value
+        values = [value]
+        with self.gathers.blaming_stalls():
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
     def maximum(self, values: list[int]) -> list[int]:
         """The element-wise maximum over all ranks, on the host. Blocks, but does not wait for the device's work."""
@@ -215,5 +235,7 @@ class Fabric:
                 look = now + FAILURE_SECONDS
                 deadline = now if self._watchdog.failure() is not None else deadline
             if now >= deadline:
-                raise StallError(self.explain_stall("the agreement on gradients"))
+                stall = self.explain_stall("the agreement on gradients")
+                self.gathers.break_off(stall)
+                raise StallError(stall)
             time.sleep(POLL_SECONDS)

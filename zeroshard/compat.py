@@ -74,6 +74,16 @@ def empty_buffers(module: nn.Module) -> list[str]:
     return [name for name, buffer in module._buffers.items() if buffer is None]
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks of its own run around a module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks run around every module's forward."""
+    return bool(nn.modules.module._has_any_global_hook())
+
+
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a buffer of a module enters its state dict."""
     return name not in module._non_persistent_buffers_set

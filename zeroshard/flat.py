@@ -341,6 +341,7 @@ class Flat:
             self._old_master = None
             self._pointed.hide()
             self.presence = Presence.UPDATING
+            self._turns.expect(self)
 
     def rewrite(self) -> None:
         """Takes rank 0's present values as the new ones. A master keeps its lower bits where nothing was changed."""
@@ -401,12 +402,29 @@ class Turns:
 
     def __init__(self) -> None:
         self.order: Callable[[], list[Flat]] = list
+        """Gives the order; the same list as before unless it has changed."""
+        self._known: list[Flat] | None = None
+        self._place: dict[Flat, int] = {}
+        self._first = 0
+        """Flats before this place in the order are not being updated."""
+
+    def expect(self, flat: Flat) -> None:
+        """Notes that the host updates a flat from now on."""
+        self._look_up()
+        self._first = min(self._first, self._place[flat])
 
     def gather_up_to(self, flat: Flat) -> None:
-        """Gathers what comes before a flat, and that flat."""
-        for other in self.order():
+        """Gathers what comes before a flat, and that flat. In a step every flat is passed once."""
+        order = self._look_up()
+        while self._first <= self._place[flat]:
+            other = order[self._first]
             if other.presence is Presence.UPDATING:
                 other.start_gather()
-            if other is flat:
-                return
-        raise AssertionError(f"{flat.label} is in no order of publishing")
+            self._first += 1  # not before: a gather that failed is asked for again
+
+    def _look_up(self) -> list[Flat]:
+        order = self.order()
+        if order is not self._known:
+            self._known, self._first = order, 0
+            self._place = {flat: place for place, flat in enumerate(order)}
+        return order

@@ -204,9 +204,10 @@ class FlatGradient:
     def settle(self) -> None:
         """Waits for reduces under way and puts their result where gradients live."""
         while self._inflight:
-            reduction = self._inflight.pop(0)
+            reduction = self._inflight[0]
             if reduction.pending is not None:
                 reduction.pending.wait()
+            self._inflight.pop(0)
             with compat.label(f"zeroshard.stash {self.label}"):
                 self._put(reduction.out, reduction.complete)
 

@@ -107,7 +107,7 @@ class HostUpdate:
         self._check_settings()
         flats = [flat for flat in (order if delayed else order[::-1]) if flat.host is not None]
         early = [flat for flat in flats if _host_of(flat).updated_early]
-        waiting = [flat for flat in flats if flat not in early and any(gradient_of(flat).used)]
+        waiting = [flat for flat in flats if not _host_of(flat).updated_early and any(gradient_of(flat).used)]
         for flat in waiting:
             if not gradient_of(flat).present:
                 raise missing_gradient(flat, self._rank)

@@ -88,9 +88,13 @@ class _Messages:
 
     def wait(self) -> None:
         if not self.done:
-            self.done = True
             with self.lane.blaming_stalls():
-                self.finish()
+                try:
+                    self.finish()
+                except BaseException as error:
+                    self.lane.break_off(f"{type(error).__name__}: {error}")  # sums may be half made
+                    raise
+            self.done = True
 
 
 class Lane:
@@ -104,6 +108,8 @@ class Lane:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
         self.stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self._broken: str | None = None
+        """Why a collective of this lane did not complete: ranks no longer know of each other what has arrived."""
         self.hash = 0
         self.log: deque[str] = deque(maxlen=LOG_LENGTH)
         self._by_message = ranks.backend == "gloo" and ranks.device.type == "cpu"
@@ -175,14 +181,27 @@ class Lane:
 
     @contextmanager
     def blaming_stalls(self) -> Iterator[None]:
-        """Turns a backend's time-out or lost connection into an error that names the rank and the unit."""
+        """Turns a backend's time-out or lost connection into an error that names the rank and the unit.
+
+        The lane is broken from then on: what is tried again raises too, and never takes data that did not come.
+        """
+        if self._broken is not None:
+            raise StallError(f"no collective is possible since an earlier one failed: {self._broken}")
         try:
             yield
+        except StallError:  # of a collective that this one consists of
+            raise
         except RuntimeError as error:
             if not _is_of_the_backend(error):
                 raise
             last = self.log[-1] if self.log else "the first collective"
-            raise StallError(f"{self._ranks.explain_stall(last)} (the backend said: {error})") from error
+            stall = StallError(f"{self._ranks.explain_stall(last)} (the backend said: {error})")
+            self.break_off(str(stall))
+            raise stall from error
+
+    def break_off(self, why: str) -> None:
+        """Lets no further collective begin or be waited for."""
+        self._broken = why
 
     def _note(self, kind: Collective, whole: Tensor, label: str) -> None:
         entry = f"{kind.value} {label}"

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -191,6 +191,42 @@ def _probe_in_child() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 1
     return done.returncode
+
+
+def device_of_rank(
+    wanted: torch.device, environment: Mapping[str, str] = os.environ, gpus: int | None = None
+) -> torch.device:
+    """Return the device of this rank: the CPU, the GPU that `wanted` names, or the one that `LOCAL_RANK` numbers.
+
+    Args:
+        wanted: a device with or without an index.
+        environment: torchrun's variables. Without `LOCAL_RANK` it is the GPU that torch uses now.
+        gpus: how many GPUs this process sees; asked of torch when not given.
+
+    Raises:
+        ValueError: there is no such GPU, with the remedy.
+
+    >>> device_of_rank(torch.device("cuda"), {"LOCAL_RANK": "3"}, gpus=8)
+    device(type='cuda', index=3)
+    """
+    if wanted.type != "cuda":
+        return torch.device(wanted.type)  # there is one CPU, whatever index it was given
+    count = torch.cuda.device_count() if gpus is None else gpus
+    if not count:
+        raise ValueError(f"device={str(wanted)!r} is not there: this torch sees no GPU; leave device= out")
+    index = wanted.index
+    if index is not None:
+        source, remedy = f"device={str(wanted)!r}", f"name one of cuda:0 to cuda:{count - 1}, or leave device= out"
+    elif count == 1 and environment.get("CUDA_VISIBLE_DEVICES"):
+        return torch.device("cuda", 0)  # a launcher that shows each rank its own GPU alone, as Slurm can
+    elif "LOCAL_RANK" in environment:
+        index = int(environment["LOCAL_RANK"])
+        source, remedy = f"LOCAL_RANK={index}", "start fewer ranks a node, or pass device="
+    else:
+        return torch.device("cuda", torch.cuda.current_device())
+    if index >= count:
+        raise ValueError(f"{source}, but this process sees {count} GPU{'s' * (count > 1)}; {remedy}")
+    return torch.device("cuda", index)
 
 
 def device_title(device: torch.device) -> str:

@@ -61,7 +61,7 @@ def adopt_values(model: nn.Module, units: list[Unit], fabric: Fabric, config: Co
     for buffer in model.buffers():
         if not isinstance(buffer, DTensor):
             buffer.data = buffer.data.to(fabric.device)
-        fabric.broadcast(parallel.local(buffer.data), divided=True)
+    fabric.broadcast_together([parallel.local(buffer.data) for buffer in model.buffers()], divided=True)
 
 
 def _adopt(flat: Flat) -> None:

@@ -108,7 +108,7 @@ def blank_buffers(model: nn.Module, device: torch.device) -> list[Blank]:
 
 def refuse_unset(model: nn.Module, unset: Iterable[tuple[str, str]], fabric: Fabric) -> None:
     """Raises if rank 0, whose values count, lacks any: names the tensors by module."""
-    found: list[tuple[str, str]] = fabric.gather_objects(list(unset))[0]
+    found: list[tuple[str, str]] = fabric.from_rank_zero(list(unset))
     if not found:
         return
     by_module: dict[str, list[str]] = {}

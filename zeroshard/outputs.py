@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
+from . import compat
 from .hook import Hook
 from .precision import tensors_in
 
 _KEPT = (Tensor, list, tuple, dict)
 
 
-def left_in_attributes(modules: list[nn.Module]) -> list[Any]:
-    """What modules may have kept of a forward: tensors, or collections, in attributes of their own."""
-    return [
-        value
-        for module in modules
-        for name, value in vars(module).items()
-        if name[0] != "_" and isinstance(value, _KEPT)
-    ]
+class LeftInAttributes:
+    """What a unit's modules keep of a forward in attributes: the loss of a mixture of experts, say.
+
+    Asked after every call of the unit, so it does not walk through all attributes of all modules. torch's own layers
+    leave nothing by themselves. One of them is looked at only if it has hooks, or attributes that it did not have at
+    first.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._others: list[nn.Module] = []
+        self._layers: list[tuple[nn.Module, int]] = []
+        for module in modules:
+            if type(module).__module__.startswith("torch.nn."):
+                self._layers.append((module, len(vars(module))))
+            else:
+                self._others.append(module)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that may have left something."""
+        everywhere = compat.has_global_hooks()
+        return self._others + [
+            layer
+            for layer, count in self._layers
+            if everywhere or len(vars(layer)) != count or compat.has_forward_hooks(layer)
+        ]
+
+    def values(self) -> list[Any]:
+        """Tensors, and collections that may hold some."""
+        return [
+            value
+            for module in self.modules
+            for name, value in vars(module).items()
+            if name[0] != "_" and isinstance(value, _KEPT)
+        ]
 
 
 def hook_outputs(output: Any, hook: Hook, whose: str) -> int:

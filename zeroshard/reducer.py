@@ -33,8 +33,9 @@ class Reducer:
         self._fabric, self._buffers = fabric, buffers
         self._by_position = by_position
         self.flats = [flat for unit in units for flat in unit.trainable_flats]
-        self.order = self.flats[::-1]
+        self.order: list[Flat]
         """In which flats are reduced; updates are published in the reverse of it. The same on all ranks."""
+        self._set_order(self.flats[::-1])
         self._proposal: list[Flat] | None = None
         self._ordered = False
         self._late: set[Flat] = set()
@@ -48,6 +49,10 @@ class Reducer:
         self._agreed = False
         self.synchronous = True
         """False inside ``no_sync``: gradients stay on their rank."""
+        self.stop_asked = False
+        """This rank wants training to end. The next agreement tells the others."""
+        self.stop_agreed = False
+        """Some rank wanted training to end when the ranks last agreed. The same on all ranks."""
 
     @property
     def gradients(self) -> list[FlatGradient]:
@@ -56,22 +61,25 @@ class Reducer:
     def propose_order(self, forward: list[Unit]) -> None:
         """Takes note of the first forward pass; rank 0's becomes the order of all in the first agreement."""
         if self._proposal is None:
-            met = [flat for unit in dict.fromkeys(forward) for flat in unit.trainable_flats]
-            missed = [flat for flat in self.flats if flat not in set(met)]
+            met = dict.fromkeys(flat for unit in forward for flat in unit.trainable_flats)
+            missed = [flat for flat in self.flats if flat not in met]
             self._proposal = [*missed, *met][::-1]
 
     def _settle_order(self) -> None:
         if not self._ordered:
-            self._ordered = True
             labels = None if self._proposal is None else [flat.label for flat in self._proposal]
-            proposed = self._fabric.gather_objects(labels)[0]
+            proposed = self._fabric.from_rank_zero(labels)
             if proposed is not None:
                 by_label = {flat.label: flat for flat in self.flats}
-                self.order = [by_label[label] for label in proposed]
+                self._set_order([by_label[label] for label in proposed])
+            self._ordered = True
+
+    def _set_order(self, order: list[Flat]) -> None:
+        self.order, self._publishing_order = order, order[::-1]
 
     def publishing_order(self) -> list[Flat]:
-        """In which updates are published: that in which forward needs them."""
-        return self.order[::-1]
+        """In which updates are published: that in which forward needs them. The same list until the order changes."""
+        return self._publishing_order
 
     def begin_backward(self) -> None:
         self._backwards += 1
@@ -114,9 +122,9 @@ class Reducer:
             gradient.hide()
         if self._agreed:
             return False
-        self._agreed = True
         self._position = 0
         self._passed.clear()
+        self.stop_agreed = self.stop_asked
         if self._fabric.world > 1:
             self._compare()
         for flat in self.order:
@@ -128,6 +136,7 @@ class Reducer:
         for gradient in self.gradients:
             gradient.settle()
         self._incomplete.clear()
+        self._agreed = True  # not before: a step that failed on the way here is agreed on again
         return True
 
     def show(self) -> None:
@@ -163,14 +172,18 @@ class Reducer:
             self._inflight.popleft().settle()
 
     def _compare(self) -> None:
-        """One all-reduce (maximum) of small integers; a pair (x, -x) tells whether all ranks have the same x."""
+        """Makes the one agreement of a step: the maximum over the ranks of small integers.
+
+        A pair (x, -x) tells whether all ranks have the same x.
+        """
         lanes = self._fabric.lanes
         same = [self._backwards, *(lane.hash for lane in lanes)]
         flats = self.order
         used = [mark for flat in flats for mark in gradient_of(flat).used]
         waiting = [gradient_of(flat).unreduced for flat in flats]
         partial = [flat in self._incomplete for flat in flats]
-        values = [*same, *(-value for value in same), self._buffers.look(), *used, *waiting, *partial]
+        asked = [self.stop_asked, self._buffers.look()]
+        values = [*same, *(-value for value in same), *asked, *used, *waiting, *partial]
         agreed = deque(self._fabric.maximum([int(value) for value in values]))
 
         highest = [agreed.popleft() for _ in same]
@@ -184,7 +197,7 @@ class Reducer:
         for lane, high, low in zip(lanes, highest[1:], lowest[1:], strict=True):
             if high != low:
                 raise DisagreementError(self._first_difference(lane))
-        self._buffers.differ = bool(agreed.popleft())
+        self.stop_agreed, self._buffers.differ = bool(agreed.popleft()), bool(agreed.popleft())
         for flat in flats:
             gradient = gradient_of(flat)
             gradient.used = [bool(agreed.popleft()) for _ in gradient.used]

@@ -276,15 +276,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 def runtimes_of_parameters(parameters: Iterable[nn.Parameter]) -> dict[Runtime, list[Unit]]:
     """The units that hold the given parameters, by runtime, each once and in order."""
-    found: dict[Runtime, list[Unit]] = {}
+    found: dict[Runtime, dict[Unit, None]] = {}
     for parameter in parameters:
         for runtime in _runtimes:
             unit = runtime.unit_of.get(id(parameter))
             if unit is not None:
-                units = found.setdefault(runtime, [])
-                if unit not in units:
-                    units.append(unit)
+                found.setdefault(runtime, {})[unit] = None
                 break
         else:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} belongs to no sharded model")
-    return found
+    return {runtime: list(units) for runtime, units in found.items()}

@@ -28,7 +28,7 @@ from .hook import Hook
 from .nonfinite import Faults
 from .observe import trace
 from .order import Order
-from .outputs import hook_outputs, left_in_attributes
+from .outputs import LeftInAttributes, hook_outputs
 from .precision import LossScaler, cast_floating, map_tensors
 from .reducer import Reducer, gradient_of
 from .table import Extent, Place, StateTable
@@ -73,7 +73,7 @@ class Schedule:
         """Units of whose outputs autograd shows nothing; held until backward has ended."""
         self._differentiable = False
         """A backward with create_graph has run: what it needs will be needed once more, at no foreseeable time."""
-        self._parts = {unit: list(unit.module.modules()) for unit in units[1:]}
+        self._attributes = {unit: LeftInAttributes(unit.module.modules()) for unit in units[1:]}
         self._before_backward_hooks = {unit: Hook(partial(self._before_backward, unit)) for unit in units}
         self._before_model_backward_hook = Hook(self._before_model_backward)
         self._register(model)
@@ -222,7 +222,7 @@ class Schedule:
                 hook = Hook(partial(self._before_backward, unit, enclosing=tuple(self._open)))
             found = hook_outputs(output, hook, "unit")
             if self._sharded:  # a loss that a module leaves in an attribute, as mixtures of experts do
-                found += hook_outputs(left_in_attributes(self._parts[unit]), hook, "unit")
+                found += hook_outputs(self._attributes[unit].values(), hook, "unit")
             blind = not found and bool(unit.trainable_flats)  # nothing will tell when its backward begins
             if blind:
                 self._blind.add(unit)

@@ -63,6 +63,18 @@ def test_a_failure_is_raised_with_its_cause_by_whoever_waits_and_by_every_later_
             assert isinstance(e.value.__cause__, IndexError)
 
 
+def test_a_worker_that_fails_before_its_first_job_is_heard_by_whoever_waits() -> None:
+    told: list[str] = []
+
+    def prepare() -> None:
+        raise OSError("no such device")
+
+    worker = Worker("unprepared", prepare, told.append)
+    with pytest.raises(OffloadError, match=r"unprepared failed \(OSError: no such device\)"):
+        worker.wait(worker.submit(lambda: None))
+    assert told == ["the host's unprepared failed (OSError: no such device)"]
+
+
 def test_jobs_after_a_failure_are_not_done_and_waiting_for_them_raises() -> None:
     worker, seen, go = Worker("after"), [], threading.Event()
 

@@ -70,7 +70,7 @@ def load(
     except Exception as error:
         problem = error
     agree(fabric, problem)
-    folders = fabric.gather_objects(folders)[0]
+    folders = fabric.from_rank_zero(folders)
     if not folders:
         raise CheckpointError(f"{path} holds no complete checkpoint")
     for number, folder in enumerate(folders):

@@ -147,6 +147,8 @@ class Pipeline:
         self.states: list[HostStates] = []
         """Of all flats whose states live here."""
         self._tasks: deque[Task] = deque()
+        self._asked = self._begun = 0
+        """Elements of all tasks so far. Each count has one writer: the training thread, and the updater."""
         self._traffic = {trace.DOWN: 0, trace.UP: 0}
         self._copies = 0
         trace.wait_for(self)
@@ -222,6 +224,7 @@ class Pipeline:
 
     def update(self, task: Task) -> int:
         """Has a flat updated after those that were asked for before; returns a number to wait for."""
+        self._asked += task.numel
         self._tasks.append(task)
         return self.updater.submit(self._update_next)
 
@@ -246,15 +249,15 @@ class Pipeline:
         """
         if not self._tasks:
             return []
-        left = sum(task.numel for task in self._tasks.copy())
         group = [self._tasks.popleft()]
-        most = 0 if self.staging is not None else min(GROUP_ELEMENTS, left // 4)
+        most = 0 if self.staging is not None else min(GROUP_ELEMENTS, (self._asked - self._begun) // 4)
         elements = group[0].numel
         while self._tasks and self._tasks[0].factor is group[0].factor:
             elements += self._tasks[0].numel
             if elements > most:
                 break
             group.append(self._tasks.popleft())
+        self._begun += sum(task.numel for task in group)
         return group
 
     @contextmanager

@@ -132,8 +132,10 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
     source = "available" if share == 1 else f"available to each of {share} ranks on this host"
     if options.host_memory is not None and options.host_memory < available:
         available, source = options.host_memory, "allowed by offload.host_memory"
-    worst = fabric.maximum([needed.total - available])[0]
-    if worst > 0:
+    lacking = fabric.maximum([needed.total - available])[0]
+    if lacking > 0:
+        if lacking > needed.total - available:
+            available, source = needed.total - lacking, "available to another rank"
         raise ValueError(
             f"offload needs {_size(needed.total)} of host memory a rank ({_size(needed.pinned)} of it pinned), but "
             f"{_size(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, split_master=True "

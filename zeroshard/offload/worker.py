@@ -109,25 +109,32 @@ def _close(queue: _Queue, thread: threading.Thread, process: int) -> None:
 
 
 def _work(queue: _Queue, prepare: Callable[[], None] | None) -> None:
-    if prepare is not None:
-        prepare()
+    if prepare is not None and not _succeeds(queue, prepare):
+        return
     while True:
         with queue.changed:
             queue.changed.wait_for(lambda: bool(queue.jobs) or queue.closed)
             if not queue.jobs:
                 return
             job = queue.jobs.popleft()
-        try:
-            job()
-        except BaseException as error:  # handed to whoever waits
-            with queue.changed:
-                queue.error = error
-                queue.jobs.clear()
-                queue.changed.notify_all()
-            if queue.tell is not None:
-                queue.tell(f"{queue.title} failed ({type(error).__name__}: {error})")
+        if not _succeeds(queue, job):
             return
         del job  # or it would hold its tensors until the next one comes
         with queue.changed:
             queue.done += 1
             queue.changed.notify_all()
+
+
+def _succeeds(queue: _Queue, job: Callable[[], None]) -> bool:
+    """Does a job. What it raises is handed to whoever waits, and to the other ranks."""
+    try:
+        job()
+    except BaseException as error:
+        with queue.changed:
+            queue.error = queue.error or error
+            queue.jobs.clear()
+            queue.changed.notify_all()
+        if queue.tell is not None:
+            queue.tell(f"{queue.title} failed ({type(error).__name__}: {error})")
+        return False
+    return True

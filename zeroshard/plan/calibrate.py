@@ -197,9 +197,7 @@ def _ring(device: torch.device, group: Any, ranks: int) -> tuple[float, float]:
 
 def this_device() -> torch.device:
     """The GPU of this rank, if there is one."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return facts.device_of_rank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _local_ranks(device: torch.device) -> int:

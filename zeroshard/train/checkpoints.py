@@ -111,8 +111,7 @@ class Checkpoints:
     def __init__(self, start: Start, out: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
         self._start, self._job, self._folder = start, start.job, out / FOLDER
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._fabric = runtime_of(model).fabric
-        self._signalled = False
+        self._runtime = runtime_of(model)
         self._before: Any = None
         self._saving: Saving | None = None
         self.stopped: str | None = None
@@ -130,7 +129,7 @@ class Checkpoints:
             abandon_all()  # a rank that failed will not write its part, so nobody should wait for it
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._runtime.reducer.stop_asked = True  # the next step tells the other ranks
 
     def load(self) -> dict[str, Any] | None:
         """Go on from the checkpoint that was found; returns what it holds beside states, None at a first step."""
@@ -143,10 +142,11 @@ class Checkpoints:
         return found
 
     def after_step(self, step: int, journal: dict[str, Any]) -> bool:
-        """Save if it is time to; whether the run is to end here. Every rank calls this after every step."""
-        reason = runtime_of(self._model).faults.stop_reason
-        if self._fabric.maximum([int(self._signalled)])[0]:
-            reason = BY_SIGNAL
+        """Save if it is time to; return whether the run ends here. Every rank calls this after every step.
+
+        A signal counts for all ranks from the first step that begins after it.
+        """
+        reason = BY_SIGNAL if self._runtime.reducer.stop_agreed else self._runtime.faults.stop_reason
         every = self._job.train.save_every
         if reason is not None or (every and step % every == 0):
             self._save(step, journal, asynchronous=reason is None)

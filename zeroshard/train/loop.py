@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.machine import available_memory, usable_cores
+from zeroshard.machine import available_memory, device_of_rank, usable_cores
 from zeroshard.process_group import start_process_group
 from zeroshard.train.checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
 from zeroshard.train.data import Corpus
@@ -51,9 +51,8 @@ class Rank:
     @classmethod
     def from_environment(cls, device: str, tensor_parallel: int = 1) -> "Rank":
         """Read torchrun's variables; `device` is a job's `train.device`."""
-        chosen = torch.device("cpu")
-        if resolve_device(device) == "cuda":
-            chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        chosen = device_of_rank(torch.device(resolve_device(device)))
+        if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen, tensor_parallel)
 
@@ -88,9 +87,7 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         parameter_groups(model, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95)
     )
-    shape = {"batch": job.train.batch, "sequence": job.model.sequence}
-    example = torch.empty(tuple(shape.values()), dtype=torch.long, device="meta")
-    model, optimizer = zeroshard.shard(model, optimizer, **job.shard, device=here.device, example=(example, example))
+    model, optimizer = zeroshard.shard(model, optimizer, **shard_options(job, here))
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_share(step, job.train.steps, round(job.train.warmup * job.train.steps))
     )
@@ -173,6 +170,12 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
         offloaded=offloaded,
     )
     console.print(closing_table(outcome))
+
+
+def shard_options(job: Job, here: Rank) -> dict[str, object]:
+    """Return what this rank gives to `shard()`; ranks differ in nothing but which GPU they have."""
+    example = torch.empty(job.train.batch, job.model.sequence, dtype=torch.long, device="meta")
+    return {**job.shard, "device": here.device, "example": (example, example)}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
