@@ -1,17 +1,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.offload import scenarios
 from tests.ranks import Pool
+
+NEED_A_GPU = (Path(__file__).parent / "gpu", Path(__file__).parent / "nccl")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_pool() -> Iterator[None]:
     yield
     Pool.shared().close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a GPU the tests that need one are skipped, and the summary says so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if any(folder in item.path.parents for folder in NEED_A_GPU):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 @pytest.fixture

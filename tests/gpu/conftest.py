@@ -5,7 +5,6 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,13 +36,3 @@ def leave_nothing_behind() -> Iterator[None]:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU these tests are skipped, and the summary says so."""
-    if torch.cuda.is_available():
-        return
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
