@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,12 @@ NEED_A_GPU = (Path(__file__).parent / "gpu", Path(__file__).parent / "nccl")
 def rank_pool() -> Iterator[None]:
     yield
     Pool.shared().close()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector, which many tests ask, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -19,7 +20,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 PATIENCE = 120.0
 """Seconds after which a test that does not end on some rank fails, and the pool is replaced."""
@@ -40,6 +43,17 @@ def on_ranks(world: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     return decorate
 
 
+class Group(NamedTuple):
+    """Who a rank is in one test."""
+
+    rank: int
+    world: int
+    port: int
+    """Of the store by which ranks find each other."""
+    name: str
+    """Tells tests apart in that store."""
+
+
 class Pool:
     """Rank processes that wait for work."""
 
@@ -56,6 +70,8 @@ class Pool:
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0
+        # Over TCP, for ranks that wait for each other at a file look at it every so often.
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.patience = PATIENCE
 
     def run(
@@ -69,11 +85,12 @@ class Pool:
             theirs.close()
             self._workers.append((process, ours))
         self._runs += 1
-        store = os.path.join(self._folder.name, f"store-{self._runs}")
+        notes = os.path.join(self._folder.name, f"run-{self._runs}")
         workers = self._workers[:world]
         for rank, (_, connection) in enumerate(workers):
             names = (body.__code__.co_filename, body.__qualname__)
-            job = (*names, arguments, rank, world, store, expect_death is None, TELLS * self.patience)
+            group = Group(rank, world, self._store.port, f"run-{self._runs}")
+            job = (*names, arguments, group, notes, expect_death is None, TELLS * self.patience)
             connection.send_bytes(pickle.dumps(job))
         results: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
@@ -82,7 +99,7 @@ class Pool:
             if not ready:
                 self.close()
                 late = sorted(waiting.values())
-                where = "\n".join(f"--- rank {rank} ---\n{_told(_place(store, rank))}" for rank in late)
+                where = "\n".join(f"--- rank {rank} ---\n{_told(_place(notes, rank))}" for rank in late)
                 raise AssertionError(f"ranks {late} did not end within {self.patience:g} s\n{where}")
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -92,7 +109,7 @@ class Pool:
                 except EOFError:
                     process = workers[rank][0]
                     process.join(self.patience)
-                    where = _told(_place(store, rank))
+                    where = _told(_place(notes, rank))
                     results[rank] = (False, f"rank {rank} died with exit code {process.exitcode}\n{where}")
         failures = {rank: value for rank, (good, value) in results.items() if not good and rank != expect_death}
         if failures or expect_death is not None:
@@ -109,9 +126,9 @@ class Pool:
         self._workers = []
 
 
-def _place(store: str, rank: int) -> str:
+def _place(notes: str, rank: int) -> str:
     """Where a rank writes down where it is."""
-    return f"{store}-rank-{rank}"
+    return f"{notes}-rank-{rank}"
 
 
 def _told(path: str) -> str:
@@ -133,16 +150,15 @@ def _forget_meshes() -> None:
 def _serve(connection: Connection, path: list[str]) -> None:
     sys.path[:] = path
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     modules: dict[str, Any] = {}
     while True:
         try:
-            filename, name, arguments, rank, world, store, together, tells = pickle.loads(connection.recv_bytes())
+            filename, name, arguments, group, notes, together, tells = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        place = open(_place(store, rank), "w")  # noqa: SIM115 - closed below, when nothing writes to it any more
+        place = open(_place(notes, group.rank), "w")  # noqa: SIM115 - closed below, when nothing writes to it any more
         faulthandler.enable(place)
         faulthandler.dump_traceback_later(tells, file=place)
         try:
@@ -154,13 +170,15 @@ def _serve(connection: Connection, path: list[str]) -> None:
                 sys.modules[spec.name] = module
                 spec.loader.exec_module(module)
                 modules[filename] = module
+                gc.collect()
+                gc.freeze()  # what was imported stays, so the collector need not look at it again
             body = functools.reduce(getattr, name.split("."), modules[filename])
             body = getattr(body, "__wrapped__", body)
             torch.manual_seed(0)
             _forget_meshes()
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
-            )
+            store = dist.PrefixStore(group.name, dist.TCPStore("localhost", group.port, is_master=False))
+            patience = timedelta(seconds=60)
+            dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world, timeout=patience)
             value = body(**arguments)
             if together:
                 dist.barrier()

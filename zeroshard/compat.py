@@ -285,13 +285,23 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2.0, dtype=dtype)) if tensors else []
 
 
+_connections: list[tuple[Any, Any]] = []
+
+
 def default_store() -> Any:
-    """The key-value store behind the default process group, where ranks post how far they are."""
+    """The key-value store behind the default process group, where ranks post how far they are.
+
+    Over a connection of its own, which nobody else can block: one for all models of a process, as it takes time and a
+    place at rank 0 to open.
+    """
     store: Any = dist.distributed_c10d._get_default_store()
-    try:
-        return store.clone()  # a connection of its own, which nobody else can block
-    except (AttributeError, RuntimeError):
-        return store
+    if not _connections or _connections[0][0] is not store:
+        try:
+            own = store.clone()
+        except (AttributeError, RuntimeError):
+            own = store
+        _connections[:] = [(store, own)]
+    return _connections[0][1]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
