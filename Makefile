@@ -7,8 +7,13 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 
+# Tests of one file stay in one worker, which has one pool of ranks. One worker more than cores, for ranks wait a lot;
+# one thread each, for threads that wait for each other would spin.
+WORKERS ?= $(shell expr $$(nproc) + 1)
+PYTEST   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 .DEFAULT_GOAL := help
-.PHONY: help setup train test soak bench bench-adam bench-checkpoint lint format clean
+.PHONY: help setup train test test-all soak bench bench-adam bench-checkpoint lint format clean
 
 help:  ## show this list
 	@echo "zeroshard: ZeRO stages 0 to 3 for unchanged PyTorch models. The first target you run also sets up $(VENV)."
@@ -30,8 +35,11 @@ $(READY): pyproject.toml setup.py constraints.txt
 train: $(READY)  ## train a 10M-parameter GPT on the Python standard library's source (about two minutes on two cores)
 	$(BIN)/zeroshard train $(ARGS)
 
-test: lint  ## lint, then run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: lint  ## lint, then the tests worth running before a commit (under 8 minutes on two cores)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: lint  ## lint, then all tests, also those that kill ranks, run whole jobs and try every combination of options
+	$(PYTEST) $(ARGS)
 
 soak: $(READY)  ## kill ranks of a run 30 times and see that it ends with the bits of an unbroken one (several minutes)
 	$(BIN)/python -m tests.checkpoint.killing $(ARGS)

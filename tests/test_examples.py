@@ -98,6 +98,7 @@ def changes(before: list[str], after: list[str]) -> list[str]:
     return [line for line in compared if line[0] in "+-" and line[1:].strip()]
 
 
+@pytest.mark.slow
 @each_example
 def test_one_rank_gives_the_original_losses_and_two_ranks_learn(example: Example, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("original", "one", "two")]

@@ -17,6 +17,7 @@ def hangs_here() -> None:
     threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_shown_where_it_does() -> None:
     pool = Pool()
     assert pool.run(ends, 1, {}) == [1]

@@ -32,6 +32,7 @@ def test_every_command_is_one_that_exists(command: str) -> None:
     assert config is None or config in presets() or config == "my.toml"
 
 
+@pytest.mark.slow
 def test_the_python_code_runs_as_a_world_of_one() -> None:
     blocks = [text for language, text in FENCED if language == "python"]
     assert len(blocks) == 5

@@ -110,6 +110,7 @@ def test_an_error_that_is_being_handled_is_not_taken_for_one_of_forward() -> Non
     assert not notes(error)
 
 
+@pytest.mark.slow
 def test_the_allocator_is_observed_once_however_many_models_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     observers: list[Any] = []
     monkeypatch.setattr(shortage, "_observed", [])

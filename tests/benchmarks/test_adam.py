@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_all_that_are_installed_take_their_turns(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     done = subprocess.run(

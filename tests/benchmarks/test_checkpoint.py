@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_both_take_their_turns(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     arguments = ["--parameters", "4", "--rounds", "2", "--folder", str(tmp_path), "--out", str(out)]

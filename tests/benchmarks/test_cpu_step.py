@@ -21,6 +21,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, cwd=ROOT, env=environment)
 
 
+@pytest.mark.slow
 def test_variants_train_the_same_model_and_stage_3_keeps_its_share_of_it(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     done = bench("--only", "ddp", "fsdp2", "zeroshard stage 3", "--out", str(out))
@@ -39,6 +40,7 @@ def test_variants_train_the_same_model_and_stage_3_keeps_its_share_of_it(tmp_pat
     assert sharded["at_rest_bytes"] < 0.6 * ddp["at_rest_bytes"] + 4 * (root + block) + 4 * block / 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_a_peer_that_is_not_installed_is_named() -> None:
     done = bench("--only", "deepspeed stage 2")

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.plan_cases import Case, Measured, cases
@@ -21,6 +22,7 @@ def compared(case: Case, seconds: float) -> Compared:
     return replace(one, measured=replace(one.planned, seconds=seconds))
 
 
+@pytest.mark.slow
 def test_a_few_cases_are_as_planned_here(tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--only", "fp32", "--out", str(tmp_path / "out.json")]) == 0
     told = json.loads((tmp_path / "out.json").read_text())

@@ -117,6 +117,7 @@ zeroshard.save(sys.argv[1], model, optimizer, extra=7, asynchronous=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_finishes_its_save_or_says_why_not(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM]
     subprocess.run([*command, str(tmp_path / "saved")], check=True, timeout=60)

@@ -60,6 +60,7 @@ def another_job(path: Path, go: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_job_that_saves_to_the_path_of_another_is_told_and_does_no_harm(tmp_path: Path) -> None:
     path, go = tmp_path / "saved", tmp_path / "go"
     with another_job(path, go) as other:
@@ -77,6 +78,7 @@ def test_a_job_that_saves_to_the_path_of_another_is_told_and_does_no_harm(tmp_pa
     assert zeroshard.load(path, *small()) == "mine"
 
 
+@pytest.mark.slow
 def test_a_job_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     with another_job(path, tmp_path / "go") as other:
@@ -178,6 +180,7 @@ def test_a_claim_that_cannot_be_written_leaves_no_folder_and_no_open_file(
 # -- what saves to other paths have left ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_killed_job_left_at_another_path_goes_and_what_one_writes_stays(tmp_path: Path) -> None:
     go = tmp_path / "elsewhere"
     with another_job(tmp_path / "step-1", go) as killed, another_job(tmp_path / "step-2", go) as alive:
@@ -194,6 +197,7 @@ def test_what_a_killed_job_left_at_another_path_goes_and_what_one_writes_stays(t
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "step-2", "step-3", "step-4"]
 
 
+@pytest.mark.slow
 def test_what_this_process_writes_at_another_path_stays_and_stays_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

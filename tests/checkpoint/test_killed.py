@@ -44,6 +44,7 @@ def train(out: Path, ranks: int, settings: dict[str, object], resume: str = "nev
     return told
 
 
+@pytest.mark.slow
 def test_whatever_rank_is_killed_and_when_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     train(tmp_path / "whole", 2, {"train.steps": STEPS, "train.evaluate_every": 1_000_000})
     told = kill_often(tmp_path / "killed", KILLS, 1)
@@ -73,6 +74,7 @@ def held_out_loss(told: str) -> float:
     return float(measured[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"), [(1, {"shard.stage": 0}), (4, {"shard.stage": 2, "shard.offload": "cpu"})]
 )
@@ -87,6 +89,7 @@ def test_a_run_goes_on_on_fewer_and_on_more_ranks_by_value(
     assert held_out_loss(told) == pytest.approx(held_out_loss(whole.told), abs=0.002)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on(tmp_path: Path) -> None:
     endless = ["--set", "train.evaluate_every=1000000", "--out", str(tmp_path), "--ranks", "2"]
     process = subprocess.Popen(
@@ -112,6 +115,7 @@ def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on(tmp_path: Path) -> N
     assert f"resumed after step {stopped[1]}/{steps}" in train(tmp_path, 2, settings, "auto")
 
 
+@pytest.mark.slow
 def test_a_run_that_meets_nan_stops_with_the_last_good_states_saved(tmp_path: Path) -> None:
     bad = ["--set", "shard.on_nonfinite=stop", "--set", "train.lr=1e30", "--out", str(tmp_path), "--ranks", "1"]
     done = subprocess.run([*COMMAND, *bad], capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)

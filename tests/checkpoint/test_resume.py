@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import SETUPS, Run, adamw, asgd, difference, momentum
+from tests.matrix import slow
 from tests.ranks import Pool
 
 OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "asgd": asgd}
@@ -35,18 +36,24 @@ def same_bits(folder: str, setup: str, optimizer: str = "adamw") -> None:
     assert difference(other.everything(), whole.everything()) is None, f"{setup}, {optimizer}"
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_resumed_training_has_the_same_bits_on_two_ranks(part: int, tmp_path: Path) -> None:
-    names = list(SETUPS)[part::4]
+QUICK = ("stage 3", "stage 1 bf16", "fp16", "bf16 moments", "delayed, two micro-batches")
+"""Setups that between them have every kind of state."""
+OTHERS = [name for name in SETUPS if name not in QUICK]
+
+
+@pytest.mark.parametrize("names", [QUICK, *(slow(OTHERS[part::3]) for part in range(3))], ids=["quick", *"abc"])
+def test_resumed_training_has_the_same_bits_on_two_ranks(names: list[str], tmp_path: Path) -> None:
     Pool.shared().run(run_same_bits, 2, {"folder": str(tmp_path), "cases": [(name, "adamw") for name in names]})
 
 
+@pytest.mark.slow
 def test_resumed_training_has_the_same_bits_with_other_optimizers(tmp_path: Path) -> None:
     cases = [("stage 1", "momentum"), ("stage 3 bf16", "asgd")]
     cases += [(setup, "momentum") for setup in ("offload", "bf16 moments", "delayed split", "read back")]
     Pool.shared().run(run_same_bits, 2, {"folder": str(tmp_path), "cases": cases})
 
 
+@pytest.mark.slow
 def test_resumed_training_has_the_same_bits_on_one_and_three_ranks(tmp_path: Path) -> None:
     for world, names in ((1, ("stage 3", "delayed")), (3, ("stage 0", "stage 1 bf16", "stage 3", "offload", "split"))):
         cases = [(name, "adamw") for name in names]
@@ -60,7 +67,7 @@ def run_same_bits(folder: str, cases: list[tuple[str, str]]) -> None:
 
 # -- any to any -------------------------------------------------------------------------------------------------------
 
-FROM = [("stage 0 bf16", 2), ("stage 3 bf16", 3), ("stage 1 bf16", 1), ("offload", 2), ("delayed split", 3)]
+FROM = [("delayed split", 3), ("stage 0 bf16", 2), ("stage 3 bf16", 3), ("stage 1 bf16", 1), ("offload", 2)]
 TO = [
     ("stage 0 bf16", 3),
     ("stage 1 bf16", 2),
@@ -101,7 +108,7 @@ def comparable(everything: dict[str, Any]) -> dict[str, Any]:
     return everything
 
 
-@pytest.mark.parametrize(("setup", "world"), FROM)
+@pytest.mark.parametrize(("setup", "world"), [FROM[0], *(slow(*case) for case in FROM[1:])])
 def test_a_checkpoint_loads_into_any_other_setup_with_the_same_states(setup: str, world: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     expected = comparable(Pool.shared().run(save_at, world, {"folder": folder, "setup": setup, "world": world})[0])

@@ -72,6 +72,7 @@ def load_alone(folder: str) -> dict[str, Any]:
     return everything(model, optimizer)
 
 
+@pytest.mark.slow
 def test_any_degree_of_tensor_parallelism_loads_into_any_other(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     saved = Pool.shared().run(save_and_load, 4, {"folder": folder})[0]

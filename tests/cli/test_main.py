@@ -69,6 +69,7 @@ def test_the_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[s
     assert "170.8B" in shown
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "zeroshard", "--help"], capture_output=True, text=True, check=True)
     assert "train" in done.stdout

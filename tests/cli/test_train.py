@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.matrix import slow
 from zeroshard.cli.main import main
 from zeroshard.train.job import load_job
 from zeroshard.train.weights import load_weights
@@ -37,20 +38,29 @@ def held_out_losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+) (?:before|after)", output)]
 
 
+class Runs:
+    """A run of each stage on two ranks, made when it is first asked for: output and folder of weights."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._made: dict[int, tuple[str, Path]] = {}
+
+    def __getitem__(self, stage: int) -> tuple[str, Path]:
+        if stage not in self._made:
+            out = self._folders.mktemp(f"stage{stage}")
+            done = train("--stage", str(stage), "--ranks", "2", "--out", str(out))
+            assert done.returncode == 0, done.stderr
+            self._made[stage] = (done.stdout, out)
+        return self._made[stage]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, Path]]:
-    """One run in stage 3 and one in stage 1, on two ranks each: output and folder of weights."""
-    made = {}
-    for stage in (3, 1):
-        out = tmp_path_factory.mktemp(f"stage{stage}")
-        done = train("--stage", str(stage), "--ranks", "2", "--out", str(out))
-        assert done.returncode == 0, done.stderr
-        made[stage] = (done.stdout, out)
-    return made
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory)
 
 
-@pytest.mark.parametrize("stage", [3, 1])
-def test_a_run_learns_and_reports_progress(stage: int, runs: dict[int, tuple[str, Path]]) -> None:
+@pytest.mark.parametrize("stage", [3, slow(1)])
+def test_a_run_learns_and_reports_progress(stage: int, runs: Runs) -> None:
     output, _ = runs[stage]
     losses = held_out_losses(output)
     assert len(losses) == 3  # before, in the middle, at the end
@@ -63,8 +73,8 @@ def test_a_run_learns_and_reports_progress(stage: int, runs: dict[int, tuple[str
     )
 
 
-@pytest.mark.parametrize("stage", [3, 1])
-def test_the_closing_table_measures_what_the_paper_says(stage: int, runs: dict[int, tuple[str, Path]]) -> None:
+@pytest.mark.parametrize("stage", [3, slow(1)])
+def test_the_closing_table_measures_what_the_paper_says(stage: int, runs: Runs) -> None:
     output, _ = runs[stage]
     cells = {row[0].strip(): row[1:] for row in (line.split("│")[1:-1] for line in output.splitlines()) if row}
     for kind in ("parameters, MB", "gradients, MB", "optimizer states, MB", "all model states, MB"):
@@ -75,8 +85,8 @@ def test_the_closing_table_measures_what_the_paper_says(stage: int, runs: dict[i
     assert paper == 2 if stage == 1 else 2 < paper < 3
 
 
-@pytest.mark.parametrize("stage", [3, 1])
-def test_the_saved_weights_are_a_plain_model_that_was_trained(stage: int, runs: dict[int, tuple[str, Path]]) -> None:
+@pytest.mark.parametrize("stage", [3, slow(1)])
+def test_the_saved_weights_are_a_plain_model_that_was_trained(stage: int, runs: Runs) -> None:
     output, out = runs[stage]
     model = load_weights(out, torch.device("cpu"))
     assert model.config == load_job("tiny").model
@@ -104,6 +114,7 @@ def offloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return request.param, done.stdout, folder
 
 
+@pytest.mark.slow
 def test_with_offload_the_closing_table_measures_both_places_and_their_traffic(
     offloaded: tuple[str, str, Path],
 ) -> None:
@@ -125,6 +136,7 @@ def test_with_offload_the_closing_table_measures_both_places_and_their_traffic(
         assert 4 < paper < 6
 
 
+@pytest.mark.slow
 def test_with_offload_a_run_learns_and_says_what_is_where(offloaded: tuple[str, str, Path]) -> None:
     _, output, folder = offloaded
     losses = held_out_losses(output)
@@ -135,6 +147,7 @@ def test_with_offload_a_run_learns_and_says_what_is_where(offloaded: tuple[str, 
     assert (folder / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_trace_is_written_and_the_share_of_exposed_copies_told(offloaded: tuple[str, str, Path]) -> None:
     way, output, folder = offloaded
     told = re.search(r"traced steps 9 to 11 in (\S+): copies hidden by neither .* took ([\d.]+)% of the time", output)
@@ -173,7 +186,8 @@ def test_the_list_of_presets_says_which_are_offloaded(capsys: pytest.CaptureFixt
     assert lines["zero-1.5b"].endswith("48 layers of 1600, stage 2")
 
 
-def test_stages_train_the_same_model(runs: dict[int, tuple[str, Path]]) -> None:
+@pytest.mark.slow
+def test_stages_train_the_same_model(runs: Runs) -> None:
     assert held_out_losses(runs[3][0]) == held_out_losses(runs[1][0])
     three, one = (load_file(runs[stage][1] / "model.safetensors") for stage in (3, 1))
     assert three.keys() == one.keys()
@@ -181,9 +195,8 @@ def test_stages_train_the_same_model(runs: dict[int, tuple[str, Path]]) -> None:
         assert torch.equal(three[name], one[name]), name
 
 
-def test_two_nodes_run_the_same_command_and_train_the_same_model(
-    tmp_path: Path, runs: dict[int, tuple[str, Path]]
-) -> None:
+@pytest.mark.slow
+def test_two_nodes_run_the_same_command_and_train_the_same_model(tmp_path: Path, runs: Runs) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -206,6 +219,7 @@ def test_two_nodes_run_the_same_command_and_train_the_same_model(
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.slow
 def test_it_is_a_rank_under_a_torchrun_of_ones_own(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command = [*torchrun, *COMMAND[1:], "--steps", "2", "--out", str(tmp_path)]
@@ -215,6 +229,7 @@ def test_it_is_a_rank_under_a_torchrun_of_ones_own(tmp_path: Path) -> None:
     assert "1 CPU rank(s)" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_told_once_in_plain_words(tmp_path: Path) -> None:
     done = train("--ranks", "1", "--set", f"data.folder={tmp_path}")
     assert done.returncode == 1
@@ -249,6 +264,7 @@ def rank_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return sorted(ranks, key=lambda child: child.environ()["RANK"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_every_rank_with_one_line(tmp_path: Path) -> None:
     process = start_endless(tmp_path)
     ranks = rank_processes(process)
@@ -260,6 +276,7 @@ def test_ctrl_c_stops_every_rank_with_one_line(tmp_path: Path) -> None:
     assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     process = start_endless(tmp_path)
     rank_processes(process)[1].kill()
@@ -268,6 +285,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert "zeroshard train: rank 1 failed: killed from outside (SIGKILL)" in told
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_train_one_model_and_learn_the_same(tmp_path: Path) -> None:
     losses = []
     for ranks, degree in ((1, 1), (2, 2)):

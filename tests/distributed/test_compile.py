@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.comparison import assert_equal_states, run
+from tests.matrix import matrix, slow
 from tests.models import Net, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
@@ -43,8 +44,7 @@ def trained_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, dict(model.state_dict())
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("compile_blocks", [in_place, wrapped])
+@matrix(compile_blocks=(in_place, wrapped), before=(True, False))
 @on_ranks(2)
 def test_compiled_blocks_train_as_plain_ones_under_ddp(compile_blocks: Compile, before: bool) -> None:
     losses, state = trained_plainly()
@@ -60,7 +60,7 @@ def test_compiled_blocks_train_as_plain_ones_under_ddp(compile_blocks: Compile, 
         assert_equal_states(plain_names(zeroshard.full_state_dict(model)), state, f"stage {stage}", exact=False)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("before", [slow(True), False], ids=["before", "after"])
 @on_ranks(2)
 def test_compiled_blocks_evaluate_between_steps_and_see_new_weights(before: bool) -> None:
     for stage in STAGES:
@@ -101,8 +101,7 @@ def test_blocks_that_are_compiled_before_and_checkpointed_train_as_plain_ones() 
         assert_equal_states(plain_names(zeroshard.full_state_dict(model)), state, f"stage {stage}", exact=False)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("compile_blocks", [in_place, wrapped])
+@matrix(compile_blocks=(in_place, wrapped), before=(True, False))
 @on_ranks(2)
 def test_a_block_is_one_graph_that_is_compiled_once_for_all_blocks_and_steps(
     compile_blocks: Compile, before: bool
@@ -155,6 +154,7 @@ def test_blocks_that_activations_recomputes_stay_compiled_or_it_is_said() -> Non
             assert "'blocks.0' is compiled around what activations= recomputes" in found[0]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_whole_model_compiled_after_sharding_trains_as_a_plain_one() -> None:
     losses, state = trained_plainly()

@@ -97,6 +97,7 @@ def test_a_rank_that_misses_a_collective_is_named_after_stall_timeout() -> None:
     # Rank 1 is alive all the while, in the barrier at the end of every test.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "exited"])
 def test_a_rank_that_was_killed_or_ended_is_named_by_the_others(how: str) -> None:
     messages = Pool.shared().run(_lose_a_rank, 2, {"how": how}, expect_death=1)

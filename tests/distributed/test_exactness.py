@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.matrix import slow
 from tests.models import Net, batch, loss_of, net
 from tests.ranks import on_ranks
 
@@ -72,7 +73,7 @@ def test_every_stage_is_bitwise_ddp_on_two_ranks_with_every_elementwise_optimize
         assert_same_bits(train_sharded(net(), make, stage=stage), expected)
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, slow(4)])
 def test_every_stage_is_ddp_within_rounding_and_stages_agree_bitwise(world: int) -> None:
     from tests.ranks import Pool
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 import zeroshard
 from tests.comparison import assert_equal_states, assert_trains_as_ddp, run
 from tests.huggingface import causal, gpt2, llama
+from tests.matrix import matrix
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard import machine
@@ -38,8 +38,7 @@ def loss_of(model: Any, step: int) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("make", [adamw, only_trained])
-@pytest.mark.parametrize("name", MODELS)
+@matrix(name=MODELS, make=(adamw, only_trained))
 @on_ranks(2)
 def test_fp32_adapters_on_a_frozen_bf16_base_train_as_under_ddp(name: str, make: Any) -> None:
     model = with_adapters(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -12,20 +11,10 @@ from torch import nn
 import zeroshard
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
+from tests.storages import live_bytes
 from tests.training import train
 
 WIDE = {"width": 96, "depth": 4}
-
-
-def live_bytes() -> int:
-    """Bytes of all storages that any live tensor of this process uses, asked from the garbage collector."""
-    gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        if isinstance(found, torch.Tensor):
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def formula(stage: int, psi: int, world: int, width: int, states: int) -> float:

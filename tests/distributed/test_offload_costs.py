@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 import zeroshard
 from tests.distributed.offloaded import (
@@ -31,16 +30,11 @@ from tests.offload.scenarios import (
     small,
 )
 from tests.ranks import on_ranks
+from tests.storages import live_bytes
 from zeroshard import Offload, OffloadError, StallError, machine
 from zeroshard.offload import pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def live_bytes() -> int:
-    gc.collect()
-    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def traffic_of(model: Any, optimizer: Any, steps: int = 3) -> tuple[float, float]:
@@ -196,6 +190,7 @@ def test_an_update_that_fails_is_heard_in_the_next_call_and_in_all_later_ones(st
                 call()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_an_update_that_fails_on_one_rank_is_known_by_name_on_the_others() -> None:
     def fail(*_: object) -> None:

@@ -209,6 +209,7 @@ def validation_loss(seed: int, offload: Offload, steps: int = 110) -> float:
         return float(nn.functional.cross_entropy(model(x).float(), y))
 
 
+@pytest.mark.slow
 def test_16_bit_moments_and_delayed_updates_reach_the_validation_loss_of_the_plain_step_within_one_percent() -> None:
     for seed in (0, 1, 2):
         expected = validation_loss(seed, Offload())

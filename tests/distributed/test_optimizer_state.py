@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.matrix import slow
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from tests.training import (
@@ -126,7 +127,7 @@ def test_the_optimizers_state_dict_loads_into_every_other_stage_and_into_plain_t
         assert_same(dict(plain.state_dict()), expected)
 
 
-@pytest.mark.parametrize("make", [adamw, sgd, momentum])
+@pytest.mark.parametrize("make", [adamw, slow(sgd), slow(momentum)])
 @on_ranks(2)
 def test_the_optimizers_state_dict_of_sixteen_bit_parameters_carries_the_masters_everywhere(make: Make) -> None:
     expected: dict[str, Tensor] | None = None

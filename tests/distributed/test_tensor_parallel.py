@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeroshard
+from tests.matrix import matrix
 from tests.models import Net, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
@@ -115,8 +116,7 @@ def assert_trains_as_alone(
     return model
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@matrix(stage=STAGES, offload=(None, "cpu"))
 @on_ranks(4)
 def test_two_by_two_ranks_train_as_one_does(stage: int, offload: str | None) -> None:
     mesh = mesh_of(2, 2)

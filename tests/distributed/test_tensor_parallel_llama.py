@@ -37,6 +37,7 @@ def momentum(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_llama_on_two_by_two_ranks_trains_as_on_one() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -36,6 +36,7 @@ def compiler(folder: Path, script: str) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_what_nobody_installed_is_built_once_in_the_users_cache(
     forgetful: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_forked_children_get_threads_of_their_own_and_programs_end() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

@@ -247,6 +247,7 @@ def test_a_process_may_end_while_jobs_wait() -> None:
     assert seconds < 3
 
 
+@pytest.mark.slow
 def test_a_process_ends_at_once_whatever_the_host_is_doing() -> None:
     processes = {how: start(BUSY_MODELS + script) for how, script in ENDS.items()}
     for how, process in processes.items():

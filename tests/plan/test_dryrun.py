@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.matrix import matrix
 from tests.plan.dry import dry_gpt
 from zeroshard import machine
 from zeroshard.cli.main import main
@@ -65,8 +66,7 @@ OFFLOADS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 8])
-@pytest.mark.parametrize("case", range(len(OFFLOADS)))
+@matrix(case=range(len(OFFLOADS)), world=(1, 8))
 def test_offloads_run_dry_too_and_are_as_planned(case: int, world: int) -> None:
     """No memory is taken, no kernel runs; device and host are told apart, and nothing is left to chance."""
     stage, precision, offload = OFFLOADS[case]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.matrix import matrix
 from tests.plan.dry import dry_gpt
 from zeroshard import Activations
 from zeroshard.bounds import UPDATE_ELEMENTS
@@ -48,8 +49,7 @@ def divided_by_four(stage: int, way: str) -> DryRun:
     return dry_gpt(CONFIG, 16, degree=4, batch=BATCH, stage=stage, activations=WAYS[way])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", [2, 3])
+@matrix(way=WAYS, stage=(2, 3))
 def test_the_planned_peak_is_that_of_a_dry_run(stage: int, way: str) -> None:
     result = divided_by_four(stage, way)
     setup = Setup(stage=stage, world=4, model_parallel=4, batch=BATCH, activations=WAYS[way])
@@ -60,8 +60,7 @@ def test_the_planned_peak_is_that_of_a_dry_run(stage: int, way: str) -> None:
     assert needs.host_checkpoints == (CONFIG.layers * ONE // 4 if way == "P_a+cpu" else 0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", [2, 3])
+@matrix(way=WAYS, stage=(2, 3))
 def test_what_checkpoints_move_is_planned_to_the_byte(stage: int, way: str) -> None:
     result = divided_by_four(stage, way)
     moved = volume(
@@ -75,9 +74,13 @@ def test_what_checkpoints_move_is_planned_to_the_byte(stage: int, way: str) -> N
     assert moved.checkpoints_to_host == (CONFIG.layers * ONE // 4 if way == "P_a+cpu" else 0)
 
 
-@pytest.mark.parametrize(("way", "degree"), [("none", 1), ("checkpointed", 1), ("none", 4), *((w, 4) for w in WAYS)])
-@pytest.mark.parametrize("stage", range(4))
-def test_the_arena_is_planned_between_steps_and_at_the_peak(stage: int, way: str, degree: int) -> None:
+ARENAS = {"none": 1, "checkpointed": 1, **{f"{way}, divided model": 4 for way in ("none", *WAYS)}}
+"""Ways to keep activations, and how many ranks divide the model."""
+
+
+@matrix(arena=ARENAS, stage=range(4))
+def test_the_arena_is_planned_between_steps_and_at_the_peak(arena: str, stage: int) -> None:
+    way, degree = arena.split(",")[0], ARENAS[arena]
     kept = WAYS.get(way)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a step of the same shapes needs no more room than the first
@@ -103,8 +106,7 @@ def test_the_arena_is_planned_between_steps_and_at_the_peak(stage: int, way: str
     assert (needs.at_rest.total == without.at_rest.total) == empty
 
 
-@pytest.mark.parametrize("degree", [1, 4])
-@pytest.mark.parametrize("tied", [True, False])
+@matrix(degree=(1, 4), tied=(True, False))
 def test_logits_of_a_large_vocabulary_are_planned_as_they_are(tied: bool, degree: int) -> None:
     config = ModelConfig(
         layers=2, hidden=256, heads=4, sequence=512, vocabulary=50304, tied=tied, checkpointing=degree == 1
@@ -175,6 +177,7 @@ def temporaries(blocks: int, layers: int, stage: int, width: int = 2048, world: 
     return result.peak - result.at_rest - result.at_step.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_with_units_of_one_size_temporary_buffers_are_the_same_for_ten_million_and_a_billion_parameters(
     stage: int, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +203,7 @@ def test_temporary_buffers_of_the_update_are_bounded_whatever_the_size_of_the_mo
 CONFIGURATIONS = [f"zero-40b-c{number}" for number in range(1, 6)]
 
 
+@pytest.mark.slow
 def test_the_papers_five_configurations_are_presets_and_shrink_in_a_dry_run() -> None:
     small = ModelConfig(layers=3, hidden=1024, heads=64, sequence=1024)
     peaks = []

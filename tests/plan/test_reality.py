@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.matrix import matrix, slow
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
+from tests.storages import live_storages
 from zeroshard.offload.options import Offload
 from zeroshard.plan.activations import Activations
 from zeroshard.plan.budget import WORKSPACE, budget
@@ -30,17 +31,6 @@ DEEP = ModelConfig(layers=6, hidden=64, heads=1, sequence=16, vocabulary=300, ti
 BF16 = torch.bfloat16
 STEPS = 6
 """A delayed update takes the longest to settle."""
-
-
-def live_storages() -> dict[int, int]:
-    """Storages that any live tensor of this process uses, asked from the garbage collector."""
-    gc.collect()
-    found = {}
-    for tensor in gc.get_objects():
-        if isinstance(tensor, torch.Tensor):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
 
 
 def train(config: ModelConfig, micro_batches: int = 1, **options: Any) -> tuple[int, Any]:
@@ -68,9 +58,7 @@ def train(config: ModelConfig, micro_batches: int = 1, **options: Any) -> tuple[
     return held, counted
 
 
-STATES = [
-    (config, stage, precision) for config in (SMALL, DEEP) for stage in range(4) for precision in ("bf16", "fp32")
-]
+MODELS = {"small": SMALL, "deep": DEEP}
 OFFLOADS: list[tuple[int, str, Offload]] = [
     (0, "bf16", Offload()),
     (1, "bf16", Offload()),
@@ -88,17 +76,17 @@ OFFLOADS: list[tuple[int, str, Offload]] = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(STATES)))
+@matrix(model=MODELS, stage=range(4), precision=("bf16", "fp32"))
 @on_ranks(2)
-def test_states_and_volume_of_every_stage(case: int) -> None:
-    config, stage, precision = STATES[case]
+def test_states_and_volume_of_every_stage(model: str, stage: int, precision: str) -> None:
+    config = MODELS[model]
     held, counted = train(config, stage=stage, precision=precision)
     setup = Setup(stage=stage, world=2, precision=precision, sequence=config.sequence, checkpointing=False)  # type: ignore[arg-type]
-    model = from_config(config)
-    assert budget(model, setup).at_step.model_states == pytest.approx(held, rel=0.01)
-    assert volume(model, setup).elements == counted.volume_elements
+    planned = from_config(config)
+    assert budget(planned, setup).at_step.model_states == pytest.approx(held, rel=0.01)
+    assert volume(planned, setup).elements == counted.volume_elements
     assert {name: traffic.elements for name, traffic in counted.volume.items()} == {
-        name: size for name, size in _by_collective(model, setup).items() if size
+        name: size for name, size in _by_collective(planned, setup).items() if size
     }
 
 
@@ -135,7 +123,7 @@ def test_states_and_volume_of_several_micro_batches(stage: int) -> None:
     assert volume(from_config(SMALL), setup).elements == counted.volume_elements
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [slow(1), 2, slow(3)])
 @on_ranks(2)
 def test_the_arena_of_several_micro_batches(micro_batches: int) -> None:
     model = from_config(SMALL)
@@ -201,8 +189,7 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("job", PEAKS)
+@matrix(job=PEAKS, stage=range(4))
 def test_the_peak_is_that_of_a_run_without_values_within_ten_percent(job: str, stage: int) -> None:
     """All storages of one rank of eight, seen by every operation; a GPU adds what its libraries take."""
     config, batch, limit = PEAKS[job]
