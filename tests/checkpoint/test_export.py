@@ -267,6 +267,7 @@ export.export(Path(sys.argv[1]), Path(sys.argv[2]), config=Path(sys.argv[3]))
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_export_left_goes_and_what_another_one_writes_stays(tmp_path: Path) -> None:
     saved, out, config = tmp_path / "saved", tmp_path / "out", tmp_path / "given.json"
     saved_model(saved)

@@ -102,6 +102,7 @@ def save_with_numbers(folder: str, degree: int) -> float:
     return float(torch.rand(()))
 
 
+@pytest.mark.slow
 def test_ranks_that_divide_a_model_draw_the_same_numbers_after_any_rearrangement(tmp_path: Path) -> None:
     for world, degree in ((2, 1), (4, 2)):
         folder = str(tmp_path / f"{world}-{degree}")

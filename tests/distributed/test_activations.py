@@ -175,6 +175,7 @@ def test_gathers_of_checkpoints_are_under_a_tenth_of_tensor_parallelisms_own() -
     assert ours < 0.1 * own
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_what_checkpoints_move_is_planned_to_the_byte() -> None:
     from zeroshard.plan.models import from_config

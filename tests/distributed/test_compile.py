@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.comparison import assert_equal_states, run
-from tests.matrix import matrix, slow
+from tests.matrix import matrix
 from tests.models import Net, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
@@ -60,7 +60,8 @@ def test_compiled_blocks_train_as_plain_ones_under_ddp(compile_blocks: Compile, 
         assert_equal_states(plain_names(zeroshard.full_state_dict(model)), state, f"stage {stage}", exact=False)
 
 
-@pytest.mark.parametrize("before", [slow(True), False], ids=["before", "after"])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @on_ranks(2)
 def test_compiled_blocks_evaluate_between_steps_and_see_new_weights(before: bool) -> None:
     for stage in STAGES:
@@ -101,6 +102,7 @@ def test_blocks_that_are_compiled_before_and_checkpointed_train_as_plain_ones() 
         assert_equal_states(plain_names(zeroshard.full_state_dict(model)), state, f"stage {stage}", exact=False)
 
 
+@pytest.mark.slow
 @matrix(compile_blocks=(in_place, wrapped), before=(True, False))
 @on_ranks(2)
 def test_a_block_is_one_graph_that_is_compiled_once_for_all_blocks_and_steps(

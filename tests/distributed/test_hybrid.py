@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.matrix import slow
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 
@@ -27,7 +28,7 @@ def sharded(shape: tuple[int, int], **options: Any) -> tuple[Any, Any]:
     return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mesh=mesh, **options)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), slow((1, 4)), slow((4, 1))])
 @on_ranks(4)
 def test_a_mesh_trains_as_ddp_does_in_every_stage(shape: tuple[int, int]) -> None:
     plain = net()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroshard
+from tests.matrix import matrix
 from tests.models import Block, batch
 from tests.ranks import on_ranks
 from zeroshard import LossScale, Offload, Precision
@@ -92,44 +93,44 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("breaks", WORDS)
+@matrix(setup=range(len(SETUPS)), breaks=WORDS)
 @on_ranks(2)
-def test_a_bad_step_is_named_and_never_enters_the_states(breaks: str) -> None:
-    for options in SETUPS:
-        clean, optimizer = fragile(**options)
+def test_a_bad_step_is_named_and_never_enters_the_states(setup: int, breaks: str) -> None:
+    options = SETUPS[setup]
+    clean, optimizer = fragile(**options)
+    for step in (0, 1):
+        train(clean, optimizer, step)
+    before_it = everything(clean, optimizer)
+    train(clean, optimizer, 3)
+    after_another = everything(clean, optimizer)
+    for policy in ("skip", "raise", "stop") if options["stage"] == 2 else ("raise",):
+        model, optimizer = fragile(**options, on_nonfinite=policy)
         for step in (0, 1):
-            train(clean, optimizer, step)
-        before_it = everything(clean, optimizer)
-        train(clean, optimizer, 3)
-        after_another = everything(clean, optimizer)
-        for policy in ("skip", "raise", "stop") if options["stage"] == 2 else ("raise",):
-            model, optimizer = fragile(**options, on_nonfinite=policy)
-            for step in (0, 1):
-                train(model, optimizer, step)
-            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                if policy == "raise":
-                    with pytest.raises(zeroshard.NonFiniteError, match=f"step 3: {WORDS[breaks]}"):
-                        train(model, optimizer, 2, breaks)
-                else:
+            train(model, optimizer, step)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            if policy == "raise":
+                with pytest.raises(zeroshard.NonFiniteError, match=f"step 3: {WORDS[breaks]}"):
                     train(model, optimizer, 2, breaks)
-            model.breaks = ""
-            for name, buffer in model.named_buffers():
-                assert torch.equal(buffer, before[name]), f"{name}: {options}"
-            assert same(everything(model, optimizer), before_it), f"{policy}, {options}"
-            stats = zeroshard.stats(model)
-            assert stats.skipped_steps == 1
-            if policy == "stop":
-                assert stats.stop_reason is not None
-                with pytest.raises(zeroshard.NonFiniteError, match="training was stopped: step 3"):
-                    train(model, optimizer, 3)
-                continue
-            assert stats.stop_reason is None
-            if policy == "skip" and dist.get_rank() == 0:
-                assert any("the step was left out" in str(warning.message) for warning in told)
-            train(model, optimizer, 3)
-            assert same(everything(model, optimizer), after_another), f"{policy}, {options}"
+            else:
+                train(model, optimizer, 2, breaks)
+        model.breaks = ""
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name]), f"{name}: {options}"
+        assert same(everything(model, optimizer), before_it), f"{policy}, {options}"
+        stats = zeroshard.stats(model)
+        assert stats.skipped_steps == 1
+        if policy == "stop":
+            assert stats.stop_reason is not None
+            with pytest.raises(zeroshard.NonFiniteError, match="training was stopped: step 3"):
+                train(model, optimizer, 3)
+            continue
+        assert stats.stop_reason is None
+        if policy == "skip" and dist.get_rank() == 0:
+            assert any("the step was left out" in str(warning.message) for warning in told)
+        train(model, optimizer, 3)
+        assert same(everything(model, optimizer), after_another), f"{policy}, {options}"
 
 
 @on_ranks(2)

@@ -313,6 +313,7 @@ def test_two_ranks_train_as_plain_torch_within_rounding() -> None:
     compare_with_plain_torch()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_four_ranks_train_as_plain_torch_within_rounding_and_as_when_blocking() -> None:
     compare_with_plain_torch((1, 3))

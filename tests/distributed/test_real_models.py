@@ -22,7 +22,7 @@ def loss_of(case: Case) -> Any:
     return lambda model, step: model(**case.batch(step)).loss
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["llama", "t5", *(slow(name) for name in CASES if name not in ("llama", "t5"))])
 @on_ranks(2)
 def test_a_hugging_face_model_trains_as_under_ddp(name: str) -> None:
     case = CASES[name]

@@ -23,6 +23,7 @@ def here() -> Calibration:
     return calibrate(torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_in_under_a_minute(here: Calibration) -> None:
     assert here.seconds < 60
     keys = {"device.efficiency", "device.half_work", "device.traffic", "device.bandwidth", "host.bandwidth"}
@@ -31,6 +32,7 @@ def test_this_machine_is_measured_in_under_a_minute(here: Calibration) -> None:
     assert here.machine.inside == load("cpu").inside
 
 
+@pytest.mark.slow
 def test_a_measured_profile_loads_and_plans(here: Calibration, tmp_path: Path) -> None:
     machine = load(write(here, tmp_path / "mine.toml"))
     assert machine.host.bandwidth == pytest.approx(here.machine.host.bandwidth, rel=1e-3)
@@ -39,12 +41,14 @@ def test_a_measured_profile_loads_and_plans(here: Calibration, tmp_path: Path) -
     assert 0.001 < step_time(small, setup, machine).total < 10
 
 
+@pytest.mark.slow
 def test_the_file_says_what_was_measured_and_what_was_kept(here: Calibration) -> None:
     text = toml(here)
     assert "# measured" in text
     assert "# kept from 'cpu'" in text
 
 
+@pytest.mark.slow
 def test_a_profile_is_a_toml_file(here: Calibration, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ends in \.toml, not 'mine'"):
         write(here, tmp_path / "mine")
@@ -79,6 +83,7 @@ def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.M
     assert measuring.nearest_profile(torch.device("cuda")) == (load("a100"), False)
 
 
+@pytest.mark.slow
 def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "DEPTHS", (2, 10))
     monkeypatch.setattr(launching, "TURNS", 4)

@@ -180,10 +180,10 @@ def test_volume_of_any_module_with_frozen_parameters_and_sizes_that_divide_nothi
 # -- peaks, as far as shapes tell -------------------------------------------------------------------------------------
 
 PEAKS = {
-    "checkpointed": (ModelConfig(layers=6, hidden=256, heads=4, sequence=128, checkpointing=True), 8, 1 << 30),
-    "all kept": (ModelConfig(layers=6, hidden=256, heads=4, sequence=128), 8, 1 << 30),
+    "checkpointed": (ModelConfig(layers=4, hidden=256, heads=4, sequence=128, checkpointing=True), 8, 1 << 30),
+    "all kept": (ModelConfig(layers=4, hidden=256, heads=4, sequence=128), 8, 1 << 30),
     "many tokens": (ModelConfig(layers=3, hidden=256, heads=4, sequence=128, vocabulary=9000), 8, 1 << 30),
-    "small batch": (ModelConfig(layers=6, hidden=512, heads=4, sequence=64, checkpointing=True), 1, 1 << 30),
+    "small batch": (ModelConfig(layers=4, hidden=512, heads=4, sequence=64, checkpointing=True), 1, 1 << 30),
     "units split": (ModelConfig(layers=4, hidden=512, heads=4, sequence=64, checkpointing=True), 4, 3 << 20),
     "own head": (ModelConfig(layers=4, hidden=256, heads=4, sequence=64, vocabulary=9000, tied=False), 1, 1 << 30),
 }
