@@ -7,9 +7,8 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 
-# Tests of one file stay in one worker, which has one pool of ranks. One worker more than cores, for ranks wait a lot;
-# one thread each, for threads that wait for each other would spin.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Tests of one file stay in one worker, which has one pool of ranks. One thread each: threads that wait would spin.
+WORKERS ?= $(shell nproc)
 PYTEST   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help

@@ -48,6 +48,13 @@ def cover(sizes: Sequence[int], together: int) -> set[Combination]:
     return chosen
 
 
+def quick(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Cases by name, of which ``make test`` runs the chosen ones."""
+    names = list(names)
+    assert set(chosen) <= set(names), f"{set(chosen) - set(names)} are no cases"
+    return [name if name in chosen else slow(name) for name in names]
+
+
 def slow(*values: Any) -> Any:
     """A case of a parametrised test that ``make test`` leaves out."""
     return pytest.param(*values, marks=pytest.mark.slow)

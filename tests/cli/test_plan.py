@@ -12,6 +12,7 @@ import torch
 
 import zeroshard
 from tests.cli.test_main import exit_code
+from tests.matrix import slow
 from zeroshard.cli.main import parser
 from zeroshard.cli.train import _overrides
 from zeroshard.config import Config
@@ -276,9 +277,9 @@ def test_any_module_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     "asked_for",
     [
         "--model zero-1000b --machine v100",
-        "--model zero-1000b --machine v100 --batch max",
-        "--model zero-1000b --machine v100 --scale 64..8192",
-        "--max-model --machine h100",
+        slow("--model zero-1000b --machine v100 --batch max"),
+        slow("--model zero-1000b --machine v100 --scale 64..8192"),
+        slow("--max-model --machine h100"),
         "--max-model --machine h200 --micro-batches 16",
     ],
 )

@@ -81,6 +81,7 @@ def test_compiled_blocks_evaluate_between_steps_and_see_new_weights(before: bool
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_blocks_that_are_compiled_before_and_checkpointed_train_as_plain_ones() -> None:
     losses, state = trained_plainly()

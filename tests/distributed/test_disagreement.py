@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,10 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard
 from tests.models import Block, batch, loss_of, net
 from tests.ranks import Pool, on_ranks
+from zeroshard.observe import watchdog
 from zeroshard.runtime import runtime_of
 
 SHORT = 2.0
 """Seconds of stall_timeout: a healthy collective here takes milliseconds."""
+
+
+@contextmanager
+def quick_beats() -> Iterator[None]:
+    """Ranks post often where they are, so that a stall is explained sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "BEAT_SECONDS", 0.2)
+        yield
 
 
 class Reordered(nn.Module):
@@ -37,9 +48,10 @@ class Reordered(nn.Module):
 @on_ranks(2)
 def test_another_order_of_units_in_stage_3_is_named_and_swaps_nothing() -> None:
     model = Reordered()
-    model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, stall_timeout=SHORT)
-    with pytest.raises(zeroshard.StallError, match=r"rank \d .*all_gather blocks\.\d"):
-        model(batch(0)).sum().backward()
+    with quick_beats():
+        model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, stall_timeout=SHORT)
+        with pytest.raises(zeroshard.StallError, match=r"rank \d .*all_gather blocks\.\d"):
+            model(batch(0)).sum().backward()
 
 
 @on_ranks(2)
@@ -90,11 +102,12 @@ def test_a_different_number_of_backward_passes_is_named() -> None:
 @on_ranks(2)
 def test_a_rank_that_misses_a_collective_is_named_after_stall_timeout() -> None:
     model = net()
-    model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, stall_timeout=SHORT)
-    if dist.get_rank() == 0:
-        with pytest.raises(zeroshard.StallError, match=r"rank 0 waited for all_gather \(root\).*rank 1 is alive"):
-            loss_of(model, 0)
-    # Rank 1 is alive all the while, in the barrier at the end of every test.
+    with quick_beats():
+        model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3, stall_timeout=SHORT)
+        if dist.get_rank() == 0:
+            with pytest.raises(zeroshard.StallError, match=r"rank 0 waited for all_gather \(root\).*rank 1 is alive"):
+                loss_of(model, 0)
+        dist.barrier()  # rank 1 is alive all the while, here
 
 
 @pytest.mark.slow

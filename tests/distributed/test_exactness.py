@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.matrix import slow
+from tests.matrix import quick, slow
 from tests.models import Net, batch, loss_of, net
 from tests.ranks import on_ranks
 
@@ -64,7 +64,9 @@ def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
     assert not different, f"differ: {different}"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", quick(OPTIMIZERS, "adamw", "adamw foreach", "sgd momentum", "adagrad", "radam", "asgd")
+)
 @on_ranks(2)
 def test_every_stage_is_bitwise_ddp_on_two_ranks_with_every_elementwise_optimizer(name: str) -> None:
     make = OPTIMIZERS[name]

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import zeroshard
 from tests.comparison import assert_equal_states, assert_trains_as_ddp, run, trained_with_ddp
+from tests.matrix import quick
 from tests.models import WIDTH, Around, Block, Net, batch, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw, sgd
@@ -88,7 +89,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", quick(LAYERS, "attention", "lstm", "spectral norm", "branches"))
 @on_ranks(2)
 def test_a_layer_trains_as_under_ddp_in_units_and_in_the_root(name: str) -> None:
     assert_trains_as_ddp(LAYERS[name], loss_of)

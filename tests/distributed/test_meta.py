@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
+from tests.matrix import matrix, slow
 from tests.models import Block, Net, batch, loss_of
 from tests.ranks import Pool, on_ranks
 
@@ -65,7 +66,7 @@ def check_net() -> None:
         assert not torch.equal(after["blocks.1.up.weight"], expected["blocks.1.up.weight"])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [slow(1), 2, slow(3)])
 def test_one_seed_gives_the_same_weights_in_every_stage_and_world(world: int) -> None:
     Pool.shared().run(check_net, world, {})
 
@@ -352,8 +353,7 @@ def hugging_face(name: str, tied: bool) -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**common))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@matrix(name=("gpt2", "llama", "bert"), tied=(False, True))
 def test_a_hugging_face_model_gets_the_weights_of_its_own_initialisation(name: str, tied: bool) -> None:
     pytest.importorskip("transformers")
     Pool.shared().run(check_hugging_face, 2, {"name": name, "tied": tied})

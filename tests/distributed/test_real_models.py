@@ -12,7 +12,7 @@ from torch import Tensor
 import zeroshard
 from tests.comparison import assert_equal_states, assert_trains_as_ddp, run, trained_with_ddp
 from tests.huggingface import CASES, END, Case, tokens
-from tests.matrix import slow
+from tests.matrix import quick
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard.layout import find_units
@@ -22,7 +22,7 @@ def loss_of(case: Case) -> Any:
     return lambda model, step: model(**case.batch(step)).loss
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", *(slow(name) for name in CASES if name not in ("llama", "t5"))])
+@pytest.mark.parametrize("name", quick(CASES, "llama", "t5"))
 @on_ranks(2)
 def test_a_hugging_face_model_trains_as_under_ddp(name: str) -> None:
     case = CASES[name]
@@ -30,7 +30,8 @@ def test_a_hugging_face_model_trains_as_under_ddp(name: str) -> None:
     assert_trains_as_ddp(case.build, loss_of(case))
 
 
-@pytest.mark.parametrize("name", [slow("gpt2"), "t5"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 @on_ranks(2)
 def test_gradient_checkpointing_of_a_hugging_face_model_changes_nothing(name: str) -> None:
     case = CASES[name]
@@ -73,7 +74,7 @@ def generated(model: Any, **options: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", [slow("gpt2"), "llama", slow("t5")])
+@pytest.mark.parametrize("name", quick(["gpt2", "llama", "t5"], "llama"))
 @on_ranks(2)
 def test_generation_between_steps_and_amid_accumulation_gives_the_plain_models_tokens(name: str) -> None:
     case = CASES[name]

@@ -274,6 +274,7 @@ def test_weights_are_read_by_parts() -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_the_optimizers_state_is_whole_and_loads_into_any_degree() -> None:
     mesh = mesh_of(2, 2)

@@ -65,6 +65,7 @@ def test_with_an_example_activations_count() -> None:
     assert advise(gpu(4), stage=0).warning is None
 
 
+@pytest.mark.slow
 def test_activations_that_shard_recomputes_count_too() -> None:
     def told(room: Room, **options: Any) -> str:
         with torch.device("meta"):

@@ -39,7 +39,7 @@ WAYS = {
 }
 
 
-CONFIG = ModelConfig(layers=5, hidden=1024, heads=16, sequence=1024)
+CONFIG = ModelConfig(layers=3, hidden=1024, heads=16, sequence=1024)
 ONE = BATCH * CONFIG.sequence * CONFIG.hidden * 2
 """Bytes of a checkpoint."""
 
@@ -121,6 +121,7 @@ def test_logits_of_a_large_vocabulary_are_planned_as_they_are(tied: bool, degree
     assert result.peak - result.at_rest == pytest.approx((12 if degree == 1 else 6 / 4) * one, rel=0.1)
 
 
+@pytest.mark.slow
 def test_checkpoints_shrink_by_the_degree_and_then_to_nothing() -> None:
     kept, divided, offloaded = (divided_by_four(2, way).peak for way in WAYS)
     # All but that of the block at work; what is brought back ahead of need is whole again.
@@ -136,6 +137,7 @@ def test_every_rank_of_a_replica_has_its_part_of_everything() -> None:
         assert part == pytest.approx(whole / 4, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_rank_of_16_with_model_parallel_offload_holds_70_billion_parameters_in_32_gb() -> None:
     job = load_job("offload-70b")
     assert job.train.tensor_parallel == 8

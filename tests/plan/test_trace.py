@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.matrix import matrix
 from zeroshard import compat
 from zeroshard.config import Activations as Recomputed
 from zeroshard.plan.activations import transformer_activations
@@ -137,8 +138,7 @@ def test_checkpoints_on_the_host_of_a_traced_gpt_are_those_of_its_description(pr
     assert step_time(work, setup, slow).total == pytest.approx(step_time(shape, setup, slow).total, rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@matrix(stage=(0, 2, 3), checkpointing=(False, True))
 def test_times_of_a_traced_module_are_those_of_its_description(stage: int, checkpointing: bool) -> None:
     shape = ModelConfig(layers=12, hidden=768, heads=12, sequence=1024, vocabulary=50304, checkpointing=checkpointing)
     with torch.device("meta"):

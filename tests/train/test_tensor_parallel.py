@@ -7,7 +7,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.matrix import slow
 from tests.ranks import on_ranks
 from zeroshard.train.gpt import GPT, ModelConfig
 from zeroshard.train.tensor_parallel import parallelise
@@ -17,7 +16,8 @@ def tokens(index: int, step: int = 0) -> torch.Tensor:
     return torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(10 * step + index))
 
 
-@pytest.mark.parametrize("tied", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
 @on_ranks(4)
 def test_a_gpt_on_two_by_two_ranks_trains_as_on_one(tied: bool) -> None:
     config = ModelConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=257, tied=tied, checkpointing=True)
