@@ -48,6 +48,19 @@ def cover(sizes: Sequence[int], together: int) -> set[Combination]:
     return chosen
 
 
+Stages = tuple[int, ...]
+
+in_stages = pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param((1, 3), id="stages 1 and 3"),
+        pytest.param((0, 2), id="stages 0 and 2", marks=pytest.mark.slow),
+    ],
+)
+"""For tests that go through the stages. ``make test`` runs one in which parameters are whole, and the one that divides
+everything."""
+
+
 def quick(names: Iterable[str], *chosen: str) -> list[Any]:
     """Cases by name, of which ``make test`` runs the chosen ones."""
     names = list(names)

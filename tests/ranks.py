@@ -66,7 +66,9 @@ class Pool:
         return cls._shared
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported what every rank needs, and nothing that cannot be forked.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch.distributed", "zeroshard", "zeroshard.plan.foresee"])
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0

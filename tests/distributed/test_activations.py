@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeroshard
-from tests.matrix import slow
 from tests.models import net
 from tests.ranks import on_ranks
 from tests.training import adamw
@@ -100,7 +99,8 @@ def assert_same_bits(ours: tuple[Any, ...], theirs: tuple[Any, ...], what: objec
     assert not different, f"{what}: {different}"
 
 
-@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 @on_ranks(4)
 def test_divided_and_offloaded_checkpoints_change_no_bit(stage: int) -> None:
     mesh = mesh_of(2, 2)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
+from tests.matrix import Stages, in_stages
 from tests.models import Net, batch, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw, sgd, train
@@ -291,14 +292,15 @@ def test_an_unknown_optimizer_needs_the_users_word(kind: type[torch.optim.Optimi
     refuse(model, optimizer, f"{kind.__name__}.*elementwise=True")
 
 
+@in_stages
 @pytest.mark.parametrize("kind", [SignDescent, SubclassedAdamW])
 @on_ranks(2)
-def test_an_unknown_optimizer_trains_on_the_users_word(kind: type[torch.optim.Optimizer]) -> None:
+def test_an_unknown_optimizer_trains_on_the_users_word(stages: Stages, kind: type[torch.optim.Optimizer]) -> None:
     plain, optimizer = built(kind)
     ddp = nn.parallel.DistributedDataParallel(plain)
     for step in range(2):
         train(ddp, optimizer, step)
-    for stage in STAGES:
+    for stage in stages:
         model, sharded = zeroshard.shard(*built(kind), stage=stage, elementwise=True)
         for step in range(2):
             train(model, sharded, step)

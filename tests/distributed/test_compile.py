@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.comparison import assert_equal_states, run
-from tests.matrix import matrix
+from tests.matrix import Stages, in_stages, matrix
 from tests.models import Net, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
@@ -44,11 +44,12 @@ def trained_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, dict(model.state_dict())
 
 
+@in_stages
 @matrix(compile_blocks=(in_place, wrapped), before=(True, False))
 @on_ranks(2)
-def test_compiled_blocks_train_as_plain_ones_under_ddp(compile_blocks: Compile, before: bool) -> None:
+def test_compiled_blocks_train_as_plain_ones_under_ddp(stages: Stages, compile_blocks: Compile, before: bool) -> None:
     losses, state = trained_plainly()
-    for stage in STAGES:
+    for stage in stages:
         torch.compiler.reset()
         model = net(depth=3)
         if before:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.matrix import Stages, in_stages
 from tests.models import Block, batch, loss_of, net
 from tests.ranks import on_ranks
 from zeroshard import LossScale, Precision
@@ -53,8 +54,9 @@ def stack() -> Stack:
     return Stack()
 
 
+@in_stages
 @on_ranks(2)
-def test_padding_between_parameters_costs_no_gradient() -> None:
+def test_padding_between_parameters_costs_no_gradient(stages: Stages) -> None:
     class Gapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -66,7 +68,7 @@ def test_padding_between_parameters_costs_no_gradient() -> None:
             return self.linear(x * self.scale) * self.gate
 
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(0)
         plain = Gapped()
         torch.manual_seed(0)
@@ -105,15 +107,16 @@ def test_a_loss_may_use_parameters_beside_the_models_output(micro_batches: int) 
         assert_weights(model, plain, stage)
 
 
+@in_stages
 @pytest.mark.parametrize("way", ["forward", "encode", "reentrant checkpoint"])
 @on_ranks(2)
-def test_the_model_may_be_entered_by_another_door(way: str) -> None:
+def test_the_model_may_be_entered_by_another_door(stages: Stages, way: str) -> None:
     doors = {
         "forward": lambda model, x: model.forward(x),
         "encode": lambda model, x: model.encode(x),
         "reentrant checkpoint": lambda model, x: checkpoint(model, x.clone().requires_grad_(), use_reentrant=True),
     }
-    for stage in STAGES:
+    for stage in stages:
         plain = stack()
         ddp = DistributedDataParallel(plain, find_unused_parameters=True)
         model = stack()
@@ -154,8 +157,9 @@ def test_each_rank_may_drop_other_layers_in_stages_0_to_2() -> None:
         assert_weights(model, plain, stage)
 
 
+@in_stages
 @on_ranks(2)
-def test_a_unit_may_be_called_inside_another() -> None:
+def test_a_unit_may_be_called_inside_another(stages: Stages) -> None:
     class Layer(Block):
         def forward(self, x: Tensor, adapter: nn.Module) -> Tensor:
             return x + self.down(torch.relu(adapter(self.up(self.norm(x)))))
@@ -171,7 +175,7 @@ def test_a_unit_may_be_called_inside_another() -> None:
                 x = layer(x, adapter)
             return x
 
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(0)
         plain = Adapted()
         ddp = DistributedDataParallel(plain)
@@ -206,9 +210,10 @@ def test_the_loss_scale_ends_where_the_model_does() -> None:
         assert float(zeroshard.full_state_dict(model)["1.bias"].abs().max()) < 2
 
 
+@in_stages
 @on_ranks(2)
-def test_backward_with_create_graph_trains() -> None:
-    for stage in STAGES:
+def test_backward_with_create_graph_trains(stages: Stages) -> None:
+    for stage in stages:
         plain, model = net(), net()
         ddp = DistributedDataParallel(plain)
         model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
@@ -242,9 +247,10 @@ def test_gradients_stay_shards_after_unusual_steps() -> None:
         assert stats.memory.gradients == 4 * stats.padded_parameters // 2, stage
 
 
+@in_stages
 @on_ranks(2)
-def test_double_precision_accumulates_in_double_precision() -> None:
-    for stage in STAGES:
+def test_double_precision_accumulates_in_double_precision(stages: Stages) -> None:
+    for stage in stages:
         plain, model = net().double(), net().double()
         ddp = DistributedDataParallel(plain)
         model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
@@ -258,9 +264,10 @@ def test_double_precision_accumulates_in_double_precision() -> None:
             torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-13, atol=1e-13)
 
 
+@in_stages
 @on_ranks(2)
-def test_a_16_bit_model_without_masters_accumulates_and_clips() -> None:
-    for stage in STAGES:
+def test_a_16_bit_model_without_masters_accumulates_and_clips(stages: Stages) -> None:
+    for stage in stages:
         model = net().bfloat16()
         model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
         for micro in range(2):

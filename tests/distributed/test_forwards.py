@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.comparison import assert_equal_states, assert_trains_as_ddp, run
+from tests.matrix import Stages, in_stages
 from tests.models import WIDTH, Around, Block, Net, batch, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, sgd
@@ -206,10 +207,11 @@ def test_forces_from_a_gradient_inside_forward_are_those_of_plain_torch(stage: i
     assert_equal_states(zeroshard.full_state_dict(model), expected, f"stage {stage}", exact=False)
 
 
+@in_stages
 @on_ranks(2)
-def test_the_gradient_of_an_input_alone_is_right_and_trains_nothing() -> None:
+def test_the_gradient_of_an_input_alone_is_right_and_trains_nothing(stages: Stages) -> None:
     """As for saliency maps and adversarial examples."""
-    for stage in STAGES:
+    for stage in stages:
         model, plain = net(depth=2), net(depth=2)
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
         other = sgd(plain.parameters())
@@ -227,13 +229,14 @@ def test_the_gradient_of_an_input_alone_is_right_and_trains_nothing() -> None:
         assert zeroshard.stats(model).steps == 3
 
 
+@in_stages
 @on_ranks(2)
-def test_functional_call_computes_with_the_given_parameters() -> None:
+def test_functional_call_computes_with_the_given_parameters(stages: Stages) -> None:
     torch.manual_seed(5)
     given = {name: torch.randn(value.shape) for name, value in net(depth=2).state_dict().items()}
     expected = torch.func.functional_call(net(depth=2), given, (batch(0),))
     state = {name: value.clone().requires_grad_() for name, value in given.items()}
-    for stage in STAGES:
+    for stage in stages:
         model = net(depth=2)
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
         before = zeroshard.full_state_dict(model)
@@ -259,8 +262,9 @@ def test_saved_tensors_may_be_packed_and_offloaded_by_the_user() -> None:
     assert_trains_as_ddp(net, in_numpy)
 
 
+@in_stages
 @on_ranks(2)
-def test_several_losses_with_a_retained_graph_train_as_under_ddp() -> None:
+def test_several_losses_with_a_retained_graph_train_as_under_ddp(stages: Stages) -> None:
     """Two heads, two backwards through one trunk, gradients summed."""
 
     class Heads(Net):
@@ -281,7 +285,7 @@ def test_several_losses_with_a_retained_graph_train_as_under_ddp() -> None:
             parameter.grad /= 2
         other.step()
         other.zero_grad()
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(1)
         model = Heads(depth=2)
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)

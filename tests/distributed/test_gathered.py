@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.matrix import Stages, in_stages
 from tests.models import Net, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import (
     INNER,
-    STAGES,
     adamw,
     assert_nobody_noticed,
     assert_same,
@@ -41,10 +41,11 @@ def targets(model: Net) -> dict[str, Any]:
     }
 
 
+@in_stages
 @on_ranks(2)
-def test_gathered_takes_a_model_a_part_a_parameter_or_several() -> None:
+def test_gathered_takes_a_model_a_part_a_parameter_or_several(stages: Stages) -> None:
     expected = trained_plainly(1).get_parameter(INNER)
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         for name, target in targets(model).items():
@@ -54,9 +55,10 @@ def test_gathered_takes_a_model_a_part_a_parameter_or_several() -> None:
                 assert bool(torch.isnan(model.get_parameter(INNER)).all()), name
 
 
+@in_stages
 @on_ranks(2)
-def test_gathered_blocks_can_be_nested_in_any_way() -> None:
-    for stage in STAGES:
+def test_gathered_blocks_can_be_nested_in_any_way(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         inner = model.get_parameter(INNER)
@@ -72,9 +74,10 @@ def test_gathered_blocks_can_be_nested_in_any_way() -> None:
             assert torch.equal(inner, expected + 1)
 
 
+@in_stages
 @on_ranks(2)
-def test_the_model_can_be_called_inside_gathered() -> None:
-    for stage in STAGES:
+def test_the_model_can_be_called_inside_gathered(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         with zeroshard.gathered(model):
@@ -86,15 +89,16 @@ def test_the_model_can_be_called_inside_gathered() -> None:
         assert_same(weights(model), dict(trained_plainly(2).state_dict()))
 
 
+@in_stages
 @on_ranks(2)
-def test_what_rank_zero_alone_writes_reaches_every_rank_and_survives_steps() -> None:
+def test_what_rank_zero_alone_writes_reaches_every_rank_and_survives_steps(stages: Stages) -> None:
     plain = trained_plainly(1)
     with torch.no_grad():
         plain.get_parameter(INNER).mul_(-2)
         plain.last.bias.fill_(0.25)
     expected = dict(plain.state_dict())
     later = trained_plainly_from(expected, 1)
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         with zeroshard.gathered(model, write=True), torch.no_grad():
@@ -106,9 +110,10 @@ def test_what_rank_zero_alone_writes_reaches_every_rank_and_survives_steps() -> 
         assert_same(weights(model), later)
 
 
+@in_stages
 @on_ranks(2)
-def test_rank_zeros_values_count_where_another_rank_writes_too() -> None:
-    for stage in STAGES:
+def test_rank_zeros_values_count_where_another_rank_writes_too(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         with zeroshard.gathered(model, write=True), torch.no_grad():
             model.get_parameter(INNER).fill_(float(dist.get_rank() + 1))
@@ -116,9 +121,10 @@ def test_rank_zeros_values_count_where_another_rank_writes_too() -> None:
         train(model, optimizer, 0)
 
 
+@in_stages
 @on_ranks(2)
-def test_new_data_inside_gathered_counts_or_raises() -> None:
-    for stage in STAGES:
+def test_new_data_inside_gathered_counts_or_raises(stages: Stages) -> None:
+    for stage in stages:
         model, _ = shard(stage=stage)
         parameter = model.get_parameter(INNER)
         before = weights(model)[INNER]
@@ -131,9 +137,10 @@ def test_new_data_inside_gathered_counts_or_raises() -> None:
         assert torch.equal(weights(model)[INNER], wanted), f"lost in stage {stage}"
 
 
+@in_stages
 @on_ranks(2)
-def test_writing_inside_gathered_without_write_raises_when_the_block_ends_and_is_undone() -> None:
-    for stage in STAGES:
+def test_writing_inside_gathered_without_write_raises_when_the_block_ends_and_is_undone(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         before = weights(model)
@@ -159,9 +166,10 @@ def test_a_write_on_one_rank_inside_gathered_without_write_does_not_part_the_ran
     assert_nobody_noticed(model, optimizer, before)
 
 
+@in_stages
 @on_ranks(2)
-def test_masters_keep_their_low_bits_where_nothing_was_written() -> None:
-    for stage in STAGES:
+def test_masters_keep_their_low_bits_where_nothing_was_written(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(adamw, stage=stage, precision="bf16")
         train(model, optimizer, 0)
         before = {key: state["master"].clone() for key, state in optimizer.state_dict()["state"].items()}
@@ -187,10 +195,11 @@ def raise_mine(after_writing_to: Tensor | None = None) -> None:
     raise Mine
 
 
+@in_stages
 @pytest.mark.parametrize("write", [False, True])
 @on_ranks(2)
-def test_an_exception_inside_gathered_comes_through_and_everything_is_released(write: bool) -> None:
-    for stage in STAGES:
+def test_an_exception_inside_gathered_comes_through_and_everything_is_released(stages: Stages, write: bool) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         before = weights(model)
@@ -201,10 +210,13 @@ def test_an_exception_inside_gathered_comes_through_and_everything_is_released(w
         assert_nobody_noticed(model, optimizer, before)
 
 
+@in_stages
 @pytest.mark.parametrize("write", [False, True])
 @on_ranks(2)
-def test_an_exception_after_a_write_inside_gathered_comes_through_and_the_ranks_stay_together(write: bool) -> None:
-    for stage in STAGES:
+def test_an_exception_after_a_write_inside_gathered_comes_through_and_the_ranks_stay_together(
+    stages: Stages, write: bool
+) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage, stall_timeout=5)
         train(model, optimizer, 0)
         before = weights(model)
@@ -250,15 +262,18 @@ class Tied(nn.Module):
         return self.head(self.blocks(self.embed(x))) + self.frozen.sum()
 
 
+@in_stages
 @on_ranks(2)
-def test_a_full_state_dict_is_that_of_the_plain_model_with_tied_names_buffers_and_frozen_parameters() -> None:
+def test_a_full_state_dict_is_that_of_the_plain_model_with_tied_names_buffers_and_frozen_parameters(
+    stages: Stages,
+) -> None:
     torch.manual_seed(0)
     plain = Tied()
     ddp, optimizer = DistributedDataParallel(plain, broadcast_buffers=False), sgd([*plain.parameters()])
     train(ddp, optimizer, 0)
     for buffer in plain.buffers():  # a step of ours ends with rank 0's
         torch.distributed.broadcast(buffer, 0)
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(0)
         model = Tied()
         model, sharded = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
@@ -274,10 +289,11 @@ def test_a_full_state_dict_is_that_of_the_plain_model_with_tied_names_buffers_an
         assert bool((zeroshard.full_state_dict(model)["embed.weight"] != 0).any())
 
 
+@in_stages
 @on_ranks(2)
-def test_a_full_state_dict_for_one_rank_is_empty_on_the_others() -> None:
+def test_a_full_state_dict_for_one_rank_is_empty_on_the_others(stages: Stages) -> None:
     expected = dict(net(depth=2).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, _ = shard(stage=stage)
         for rank in (0, 1):
             state = zeroshard.full_state_dict(model, rank=rank)

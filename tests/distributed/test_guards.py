@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.matrix import Stages, in_stages
 from tests.models import Net, batch, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import (
     INNER,
     SHARDED_GRADIENTS,
-    STAGES,
     adamw,
     another_state,
     assert_nobody_noticed,
@@ -115,10 +115,11 @@ def assert_reads_as_nan(parameter: nn.Parameter, shape: torch.Size) -> None:
         assert bool(torch.isnan(value).all()), f"{name} gave {value}"
 
 
+@in_stages
 @pytest.mark.parametrize("moment", MOMENTS)
 @on_ranks(2)
-def test_a_parameter_is_either_current_or_nan_and_never_old(moment: str) -> None:
-    for stage in STAGES:
+def test_a_parameter_is_either_current_or_nan_and_never_old(stages: Stages, moment: str) -> None:
+    for stage in stages:
         model, _, _ = at_moment(moment, stage)
         seen = {name: p.detach().clone() for name, p in model.named_parameters()}
         current = weights(model)
@@ -240,9 +241,10 @@ def test_filling_one_parameter_is_named_and_does_not_show_in_another_afterwards(
             assert not bool((value == 3.0).any()), (stage, name)
 
 
+@in_stages
 @on_ranks(2)
-def test_pointing_data_elsewhere_is_found_out_by_the_next_step() -> None:
-    for stage in STAGES:
+def test_pointing_data_elsewhere_is_found_out_by_the_next_step(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         loss_of(model, 1)  # where parameters are whole at rest they are current now
@@ -269,9 +271,10 @@ def test_writing_where_parameters_are_whole_and_exact_is_as_in_plain_torch() -> 
         assert_same(weights(model), dict(plain.state_dict()))
 
 
+@in_stages
 @on_ranks(2)
-def test_writing_to_sixteen_bit_parameters_behind_a_master_raises_by_the_next_step() -> None:
-    for stage in STAGES:
+def test_writing_to_sixteen_bit_parameters_behind_a_master_raises_by_the_next_step(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(adamw, stage=stage, precision="bf16")
         train(model, optimizer, 0)
         loss = loss_of(model, 1)  # all current in stages 0 to 2, the root in stage 3
@@ -314,10 +317,11 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@in_stages
 @pytest.mark.parametrize("way", COPIES)
 @on_ranks(2)
-def test_a_sharded_model_or_a_part_of_it_refuses_to_be_copied_and_names_the_remedy(way: str) -> None:
-    for stage in STAGES:
+def test_a_sharded_model_or_a_part_of_it_refuses_to_be_copied_and_names_the_remedy(stages: Stages, way: str) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         for module in (model, model.blocks, model.blocks[0], model.last):
@@ -345,9 +349,10 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@in_stages
 @on_ranks(2)
-def test_converting_a_sharded_model_or_a_part_of_it_raises_and_names_the_remedy() -> None:
-    for stage in STAGES:
+def test_converting_a_sharded_model_or_a_part_of_it_raises_and_names_the_remedy(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         for name, convert in CONVERSIONS.items():
@@ -357,14 +362,15 @@ def test_converting_a_sharded_model_or_a_part_of_it_raises_and_names_the_remedy(
         assert_nobody_noticed(model, optimizer, dict(trained_plainly(1).state_dict()))
 
 
+@in_stages
 @on_ranks(2)
-def test_another_memory_format_raises_or_trains_on() -> None:
+def test_another_memory_format_raises_or_trains_on(stages: Stages) -> None:
     def build() -> nn.Module:
         torch.manual_seed(1)
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 2))
 
     images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(5))
-    for stage in STAGES:
+    for stage in stages:
         model = build()
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
         with suppress(RuntimeError):
@@ -381,10 +387,11 @@ def test_another_memory_format_raises_or_trains_on() -> None:
         torch.testing.assert_close(model(images), plain(images))
 
 
+@in_stages
 @on_ranks(2)
-def test_conversions_that_change_nothing_are_fine_at_any_moment() -> None:
+def test_conversions_that_change_nothing_are_fine_at_any_moment(stages: Stages) -> None:
     expected = dict(trained_plainly(2).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
 
         def convert(model: Net = model) -> None:
@@ -433,10 +440,11 @@ def test_a_state_dict_in_stage_three_raises_and_names_the_remedy_at_every_moment
                 module.state_dict()
 
 
+@in_stages
 @on_ranks(2)
-def test_a_state_dict_inside_gathered_is_right_and_can_be_used_afterwards() -> None:
+def test_a_state_dict_inside_gathered_is_right_and_can_be_used_afterwards(stages: Stages) -> None:
     expected = dict(trained_plainly(1).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         with zeroshard.gathered(model):
@@ -457,11 +465,12 @@ def test_loading_a_state_dict_in_stage_three_raises_outside_gathered_and_names_t
             assert_same(weights(model), before)
 
 
+@in_stages
 @on_ranks(2)
-def test_a_state_dict_loaded_inside_gathered_counts_and_survives_the_next_step() -> None:
+def test_a_state_dict_loaded_inside_gathered_counts_and_survives_the_next_step(stages: Stages) -> None:
     state = another_state()
     expected = trained_plainly_from(state, 1)
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         with zeroshard.gathered(model, write=True):
@@ -484,10 +493,11 @@ def test_a_state_dict_loaded_directly_counts_where_parameters_are_whole_at_rest(
         assert_same(weights(model), expected)
 
 
+@in_stages
 @on_ranks(2)
-def test_a_loaded_state_dict_reaches_the_masters_of_sixteen_bit_parameters() -> None:
+def test_a_loaded_state_dict_reaches_the_masters_of_sixteen_bit_parameters(stages: Stages) -> None:
     state = another_state()
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage, precision="bf16")
         train(model, optimizer, 0)
         if stage == 3:
@@ -503,9 +513,10 @@ def test_a_loaded_state_dict_reaches_the_masters_of_sixteen_bit_parameters() -> 
         assert_same(weights(model), rounded)
 
 
+@in_stages
 @on_ranks(2)
-def test_loading_with_assign_raises_and_leaves_the_model_as_it_was() -> None:
-    for stage in STAGES:
+def test_loading_with_assign_raises_and_leaves_the_model_as_it_was(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         before = weights(model)
@@ -519,9 +530,10 @@ def test_loading_with_assign_raises_and_leaves_the_model_as_it_was() -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@in_stages
 @on_ranks(2)
-def test_a_sharded_model_that_nobody_holds_is_freed() -> None:
-    for stage in STAGES:
+def test_a_sharded_model_that_nobody_holds_is_freed(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(adamw, stage=stage)
         train(model, optimizer, 0)
         held = weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.blocks[0].up.weight)

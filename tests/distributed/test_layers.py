@@ -13,10 +13,10 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import zeroshard
 from tests.comparison import assert_equal_states, assert_trains_as_ddp, run, trained_with_ddp
-from tests.matrix import quick
+from tests.matrix import Stages, in_stages, quick
 from tests.models import WIDTH, Around, Block, Net, batch, loss_of, net
 from tests.ranks import on_ranks
-from tests.training import STAGES, adamw, sgd
+from tests.training import adamw, sgd
 
 # -- layers -----------------------------------------------------------------------------------------------------------
 
@@ -179,13 +179,14 @@ def test_convolutions_in_channels_last_train_as_under_ddp_within_rounding() -> N
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 
+@in_stages
 @on_ranks(2)
-def test_batch_norm_trains_as_under_ddp_and_keeps_rank_zeros_statistics() -> None:
+def test_batch_norm_trains_as_under_ddp_and_keeps_rank_zeros_statistics(stages: Stages) -> None:
     """DDP takes rank 0's buffers before every forward, so it is rank 0 that has the ones that count."""
     _, state = trained_with_ddp(lambda: Images(True), image_loss, steps=4, make=sgd)
     counts = [state]
     dist.broadcast_object_list(counts, src=0)
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(1)
         model = Images(True)
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
@@ -212,10 +213,11 @@ class Standardised(nn.Module):
         return self.net(shifted)
 
 
+@in_stages
 @on_ranks(2)
-def test_a_buffer_that_steers_training_is_rank_zeros_on_all_ranks_as_under_ddp() -> None:
+def test_a_buffer_that_steers_training_is_rank_zeros_on_all_ranks_as_under_ddp(stages: Stages) -> None:
     losses, state = trained_with_ddp(Standardised, loss_of, steps=4)
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(1)
         model = Standardised()
         model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage)
@@ -225,10 +227,11 @@ def test_a_buffer_that_steers_training_is_rank_zeros_on_all_ranks_as_under_ddp()
         assert_equal_states({n: ours[n] for n in parameters}, {n: state[n] for n in parameters}, f"stage {stage}")
 
 
+@in_stages
 @pytest.mark.parametrize("counts", [True, False])
 @on_ranks(2)
-def test_batch_norm_evaluates_alike_on_all_ranks(counts: bool) -> None:
-    for stage in STAGES:
+def test_batch_norm_evaluates_alike_on_all_ranks(stages: Stages, counts: bool) -> None:
+    for stage in stages:
         torch.manual_seed(1)
         model = Images(True)
         for module in model.modules():
@@ -271,8 +274,9 @@ def test_autocast_in_evaluation_and_training_by_turns_sees_the_weights_of_now() 
     assert_trains_as_ddp(net, loss)
 
 
+@in_stages
 @on_ranks(2)
-def test_outputs_that_come_from_one_another_are_loss_scaled_once() -> None:
+def test_outputs_that_come_from_one_another_are_loss_scaled_once(stages: Stages) -> None:
     class Both(Net):
         def forward(self, x: Tensor, both: bool = True) -> Any:
             logits = super().forward(x).float()
@@ -281,7 +285,7 @@ def test_outputs_that_come_from_one_another_are_loss_scaled_once() -> None:
 
     scale = zeroshard.LossScale(initial=64.0)
     precision = zeroshard.Precision(parameters=torch.float16, loss_scale=scale)
-    for stage in STAGES:
+    for stage in stages:
         weights = []
         for both in (False, True):
             torch.manual_seed(1)

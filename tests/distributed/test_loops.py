@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.comparison import assert_equal_states, run
+from tests.matrix import Stages, in_stages
 from tests.models import batch, loss_of, net
 from tests.ranks import on_ranks
-from tests.training import STAGES, adamw, sgd
+from tests.training import adamw, sgd
 
 # -- hooks of the user ------------------------------------------------------------------------------------------------
 
@@ -49,13 +50,16 @@ class Hooked:
         return (inputs[0] * 2,)
 
 
+@in_stages
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @on_ranks(2)
-def test_hooks_on_blocks_registered_before_or_after_sharding_see_and_change_the_same(before: bool) -> None:
+def test_hooks_on_blocks_registered_before_or_after_sharding_see_and_change_the_same(
+    stages: Stages, before: bool
+) -> None:
     plain = net(depth=3)
     expected = Hooked(plain)
     run(DistributedDataParallel(plain), sgd(plain.parameters()), loss_of, 3)
-    for stage in STAGES:
+    for stage in stages:
         model = net(depth=3)
         hooked = Hooked(model) if before else None
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
@@ -65,9 +69,10 @@ def test_hooks_on_blocks_registered_before_or_after_sharding_see_and_change_the_
         assert_equal_states(zeroshard.full_state_dict(model), dict(plain.state_dict()), f"stage {stage}")
 
 
+@in_stages
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @on_ranks(2)
-def test_hooks_before_a_block_may_read_its_parameters(before: bool) -> None:
+def test_hooks_before_a_block_may_read_its_parameters(stages: Stages, before: bool) -> None:
     def norms(model: Any, seen: list[float]) -> None:
         def read(block: nn.Module, *_: Any) -> None:
             seen.append(float(sum(parameter.detach().norm() for parameter in block.parameters())))
@@ -78,7 +83,7 @@ def test_hooks_before_a_block_may_read_its_parameters(before: bool) -> None:
     plain, expected = net(depth=3), []
     norms(plain, expected)
     run(DistributedDataParallel(plain), sgd(plain.parameters()), loss_of, 2)
-    for stage in STAGES:
+    for stage in stages:
         model, seen = net(depth=3), []
         if before:
             norms(model, seen)
@@ -89,8 +94,9 @@ def test_hooks_before_a_block_may_read_its_parameters(before: bool) -> None:
         assert seen == expected, f"stage {stage}"
 
 
+@in_stages
 @on_ranks(2)
-def test_hooks_of_parameters_change_their_gradients_as_in_plain_torch() -> None:
+def test_hooks_of_parameters_change_their_gradients_as_in_plain_torch(stages: Stages) -> None:
     def hook(model: Any) -> None:
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
@@ -98,7 +104,7 @@ def test_hooks_of_parameters_change_their_gradients_as_in_plain_torch() -> None:
     plain = net(depth=2)
     hook(plain)
     run(DistributedDataParallel(plain), sgd(plain.parameters()), loss_of, 2)
-    for stage in STAGES:
+    for stage in stages:
         for before in (True, False):
             model = net(depth=2)
             if before:
@@ -115,8 +121,9 @@ def test_hooks_of_parameters_change_their_gradients_as_in_plain_torch() -> None:
 # -- what surrounds training ------------------------------------------------------------------------------------------
 
 
+@in_stages
 @on_ranks(2)
-def test_an_average_of_the_weights_is_kept_through_gathered() -> None:
+def test_an_average_of_the_weights_is_kept_through_gathered(stages: Stages) -> None:
     """EMA by hand, and torch's ``AveragedModel``, whose copy is made before sharding."""
     averaged = torch.optim.swa_utils.AveragedModel
     rate = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -126,7 +133,7 @@ def test_an_average_of_the_weights_is_kept_through_gathered() -> None:
     for step in range(3):
         run_step(ddp, other, step)
         expected.update_parameters(plain)
-    for stage in STAGES:
+    for stage in stages:
         model = net(depth=2)
         average = averaged(model, multi_avg_fn=rate)
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
@@ -148,9 +155,10 @@ def run_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
     optimizer.zero_grad()
 
 
+@in_stages
 @on_ranks(2)
-def test_a_copy_made_before_sharding_stays_a_plain_model() -> None:
-    for stage in STAGES:
+def test_a_copy_made_before_sharding_stays_a_plain_model(stages: Stages) -> None:
+    for stage in stages:
         model = net(depth=2)
         teacher = copy.deepcopy(model)
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
@@ -177,9 +185,10 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+@in_stages
 @pytest.mark.parametrize("name", SCHEDULES)
 @on_ranks(2)
-def test_an_epoch_loop_with_a_loader_and_a_scheduler_trains_as_under_ddp(name: str) -> None:
+def test_an_epoch_loop_with_a_loader_and_a_scheduler_trains_as_under_ddp(stages: Stages, name: str) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(22, 7, generator=torch.Generator().manual_seed(3)))
 
     def epochs(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -208,7 +217,7 @@ def test_an_epoch_loop_with_a_loader_and_a_scheduler_trains_as_under_ddp(name: s
     plain = net(depth=2)
     rates = epochs(DistributedDataParallel(plain), adamw(plain.parameters()))
     assert len(set(rates)) > 1
-    for stage in STAGES:
+    for stage in stages:
         model = net(depth=2)
         model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage)
         assert epochs(model, optimizer) == rates

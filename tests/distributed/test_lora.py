@@ -11,9 +11,9 @@ from torch import Tensor
 import zeroshard
 from tests.comparison import assert_equal_states, assert_trains_as_ddp, run
 from tests.huggingface import causal, gpt2, llama
-from tests.matrix import matrix
+from tests.matrix import Stages, in_stages, matrix
 from tests.ranks import on_ranks
-from tests.training import STAGES, adamw
+from tests.training import adamw
 from zeroshard import machine
 from zeroshard.layout import find_units
 
@@ -60,9 +60,10 @@ def test_adapters_train_as_under_ddp_with_checkpointing_where_the_input_needs_no
     assert_trains_as_ddp(build, loss_of, ddp={"find_unused_parameters": False})  # DDP cannot do both
 
 
+@in_stages
 @on_ranks(2)
-def test_the_frozen_base_is_sharded_and_costs_no_gradient_no_state_and_no_reduce() -> None:
-    for stage in STAGES:
+def test_the_frozen_base_is_sharded_and_costs_no_gradient_no_state_and_no_reduce(stages: Stages) -> None:
+    for stage in stages:
         model = with_adapters("llama")
         adapters = padded(model, trained=True)
         base = padded(model, trained=False)
@@ -101,12 +102,13 @@ def padded(model: Any, *, trained: bool) -> int:
     return total
 
 
+@in_stages
 @on_ranks(2)
-def test_the_base_alone_answers_while_adapters_are_disabled_in_the_middle_of_training() -> None:
+def test_the_base_alone_answers_while_adapters_are_disabled_in_the_middle_of_training(stages: Stages) -> None:
     torch.manual_seed(1)
     plain = with_adapters("llama").eval()
     ids = causal(5)["input_ids"]
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(1)
         model = with_adapters("llama").eval()
         model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage)
@@ -118,11 +120,12 @@ def test_the_base_alone_answers_while_adapters_are_disabled_in_the_middle_of_tra
             assert not torch.equal(model(ids).logits, plain(ids).logits), stage
 
 
+@in_stages
 @on_ranks(2)
-def test_adapters_are_saved_from_the_full_state_dict_and_merge_inside_gathered() -> None:
+def test_adapters_are_saved_from_the_full_state_dict_and_merge_inside_gathered(stages: Stages) -> None:
     from peft import get_peft_model_state_dict
 
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(1)
         model = with_adapters("llama")
         model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage)

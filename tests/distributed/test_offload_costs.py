@@ -20,10 +20,10 @@ from tests.distributed.offloaded import (
     IN_BACKWARD,
     ON_HOST,
     READ_BACK,
-    STAGES,
     sharded,
     train,
 )
+from tests.matrix import Stages, in_stages
 from tests.models import loss_of, net
 from tests.offload.scenarios import (
     adamw,
@@ -115,9 +115,10 @@ def test_between_backward_and_step_the_device_has_parameters_alone() -> None:
             optimizer.zero_grad()
 
 
+@in_stages
 @on_ranks(2)
-def test_host_memory_is_divided_among_ranks_as_optimizer_states_are() -> None:
-    for stage in STAGES:
+def test_host_memory_is_divided_among_ranks_as_optimizer_states_are(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = sharded(stage=stage, **BF16)
         train(model, optimizer, range(2))
         stats = zeroshard.stats(model)

@@ -18,11 +18,11 @@ from tests.distributed.offloaded import (
     ON_HOST,
     READ_BACK,
     SPLIT,
-    STAGES,
     masters,
     sharded,
     train,
 )
+from tests.matrix import Stages, in_stages
 from tests.models import Net, batch, loss_of
 from tests.offload.scenarios import (
     SCENARIOS,
@@ -82,10 +82,11 @@ def test_everything_is_right_directly_after_step() -> None:
                     assert_same({n: p.detach() for n, p in model.named_parameters()}, expected.weights)
 
 
+@in_stages
 @on_ranks(2)
-def test_parameters_read_without_waiting_are_not_stale_but_missing() -> None:
+def test_parameters_read_without_waiting_are_not_stale_but_missing(stages: Stages) -> None:
     with slow_host(0.05):
-        for stage in STAGES:
+        for stage in stages:
             model, optimizer = sharded(stage=stage)
             train(model, optimizer, range(1))
             weight = model.blocks[1].up.weight

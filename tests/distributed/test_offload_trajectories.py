@@ -52,8 +52,7 @@ ON_ONE_RANK_ALONE = {
 QUICK = (
     "plain",
     "micro-batches and clipping in bf16",
-    "momentum",
-    "fp16 with skipped steps",
+    "fp16 with skipped steps, micro-batches and clipping",
     "parameters that some ranks use",
     "a changing order",
     "delayed reduction",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.matrix import slow
+from tests.matrix import Stages, in_stages, slow
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from tests.training import (
@@ -28,9 +28,10 @@ from tests.training import (
 )
 
 
+@in_stages
 @on_ranks(2)
-def test_the_optimizer_given_to_shard_refuses_to_step() -> None:
-    for stage in STAGES:
+def test_the_optimizer_given_to_shard_refuses_to_step(stages: Stages) -> None:
+    for stage in stages:
         model = net(depth=2)
         old = sgd(model.parameters())
         model, new = zeroshard.shard(model, old, stage=stage)
@@ -55,9 +56,10 @@ def test_the_optimizer_given_to_shard_does_not_load_or_give_an_empty_state_silen
         old.state_dict()
 
 
+@in_stages
 @on_ranks(2)
-def test_parameter_groups_cannot_be_added() -> None:
-    for stage in STAGES:
+def test_parameter_groups_cannot_be_added(stages: Stages) -> None:
+    for stage in stages:
         _, optimizer = shard(stage=stage)
         with pytest.raises(RuntimeError, match=r"before zeroshard\.shard\(\)"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
@@ -86,14 +88,15 @@ def same_state(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
+@in_stages
 @pytest.mark.parametrize("name", STATEFUL)
 @on_ranks(2)
-def test_the_optimizers_state_dict_is_that_of_the_unsharded_one(name: str) -> None:
+def test_the_optimizers_state_dict_is_that_of_the_unsharded_one(stages: Stages, name: str) -> None:
     plain = net(depth=2)
     ddp, optimizer = DistributedDataParallel(plain), STATEFUL[name](plain.parameters())
     for step in range(2):
         train(ddp, optimizer, step)
-    for stage in STAGES:
+    for stage in stages:
         model, sharded = shard(STATEFUL[name], stage=stage)
         for step in range(2):
             train(model, sharded, step)
@@ -153,8 +156,9 @@ def test_the_optimizers_state_dict_of_sixteen_bit_parameters_carries_the_masters
             assert_same(weights(other), expected)
 
 
+@in_stages
 @on_ranks(2)
-def test_the_state_of_scalar_and_empty_parameters_round_trips() -> None:
+def test_the_state_of_scalar_and_empty_parameters_round_trips(stages: Stages) -> None:
     def build() -> Scaled:
         torch.manual_seed(1)
         model = Scaled()
@@ -169,7 +173,7 @@ def test_the_state_of_scalar_and_empty_parameters_round_trips() -> None:
         train(ddp, optimizer, 0)
         unsharded = copy.deepcopy(optimizer.state_dict())
         train(ddp, optimizer, 1)
-        for stage in STAGES:
+        for stage in stages:
             model = build()
             model, sharded = zeroshard.shard(model, make(model.parameters()), stage=stage)
             train(model, sharded, 0)
@@ -179,9 +183,10 @@ def test_the_state_of_scalar_and_empty_parameters_round_trips() -> None:
             assert_same(weights(model), dict(plain.state_dict()))
 
 
+@in_stages
 @on_ranks(2)
-def test_loaded_state_is_a_copy_and_settings_are_taken_with_it() -> None:
-    for stage in STAGES:
+def test_loaded_state_is_a_copy_and_settings_are_taken_with_it(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(adamw, stage=stage)
         train(model, optimizer, 0)
         state = optimizer.state_dict()
@@ -193,21 +198,23 @@ def test_loaded_state_is_a_copy_and_settings_are_taken_with_it() -> None:
         assert same_state(state, kept), f"stage {stage}: training changed the loaded dict"
 
 
+@in_stages
 @on_ranks(2)
-def test_a_state_dict_of_other_groups_is_refused() -> None:
-    for stage in STAGES:
+def test_a_state_dict_of_other_groups_is_refused(stages: Stages) -> None:
+    for stage in stages:
         _, optimizer = shard(adamw, stage=stage)
         other = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="groups"):
             optimizer.load_state_dict(adamw(other.parameters()).state_dict())
 
 
+@in_stages
 @on_ranks(2)
-def test_an_optimizer_built_from_named_parameters_keeps_the_names() -> None:
+def test_an_optimizer_built_from_named_parameters_keeps_the_names(stages: Stages) -> None:
     plain = net(depth=2)
     expected = torch.optim.AdamW(plain.named_parameters())
     train(DistributedDataParallel(plain), expected, 0)
-    for stage in STAGES:
+    for stage in stages:
         model = net(depth=2)
         model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.named_parameters()), stage=stage)
         train(model, optimizer, 0)

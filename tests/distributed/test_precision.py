@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.matrix import Stages, in_stages
 from tests.models import batch, loss_of, net
 from tests.ranks import on_ranks
 from zeroshard import LossScale, Precision
@@ -49,9 +50,10 @@ def test_all_stages_give_the_same_bits_in_16_bit_and_follow_fp32(precision: str)
             assert torch.equal(value, weights[name])
 
 
+@in_stages
 @on_ranks(2)
-def test_updates_too_small_for_bf16_add_up_in_the_master() -> None:
-    for stage in STAGES:
+def test_updates_too_small_for_bf16_add_up_in_the_master(stages: Stages) -> None:
+    for stage in stages:
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -105,9 +107,10 @@ def test_floating_inputs_are_cast_buffers_kept_and_outputs_cast_if_asked() -> No
         model(batch(0), torch.arange(3), scale=torch.ones(1))
 
 
+@in_stages
 @on_ranks(2)
-def test_overflowing_fp16_steps_are_skipped_counted_and_lower_the_scale() -> None:
-    for stage in STAGES:
+def test_overflowing_fp16_steps_are_skipped_counted_and_lower_the_scale(stages: Stages) -> None:
+    for stage in stages:
         scale = LossScale(initial=2.0**30, growth_interval=3)
         model, optimizer = build(stage=stage, precision=Precision(parameters=torch.float16, loss_scale=scale))
         start = zeroshard.full_state_dict(model)
@@ -144,8 +147,9 @@ def test_the_loss_scale_grows_after_good_steps_and_changes_no_result() -> None:
     assert low == pytest.approx(high, rel=1e-3)
 
 
+@in_stages
 @on_ranks(3)
-def test_reducing_in_fp32_adds_exactly_what_16_bit_would_round() -> None:
+def test_reducing_in_fp32_adds_exactly_what_16_bit_would_round(stages: Stages) -> None:
     def gradient_sum(precision: Precision, stage: int) -> float:
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
         with torch.no_grad():
@@ -159,7 +163,7 @@ def test_reducing_in_fp32_adds_exactly_what_16_bit_would_round() -> None:
         norm = float(optimizer.clip_grad_norm_(1e9))
         return norm
 
-    for stage in STAGES:
+    for stage in stages:
         # 256 + 1 + 1: in bf16 the ones vanish one after the other.
         coarse = gradient_sum(Precision(parameters=torch.bfloat16), stage)
         assert coarse == pytest.approx(math.sqrt(2) * 85.5, rel=1e-3)
@@ -173,9 +177,10 @@ def test_reducing_in_fp32_adds_exactly_what_16_bit_would_round() -> None:
     assert volumes[1] == 2 * volumes[0]
 
 
+@in_stages
 @on_ranks(2)
-def test_without_precision_parameters_keep_their_dtypes_and_get_no_master() -> None:
-    for stage in STAGES:
+def test_without_precision_parameters_keep_their_dtypes_and_get_no_master(stages: Stages) -> None:
+    for stage in stages:
         model = net()
         model.blocks[1].to(torch.bfloat16)
 

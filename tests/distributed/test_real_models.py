@@ -12,7 +12,7 @@ from torch import Tensor
 import zeroshard
 from tests.comparison import assert_equal_states, assert_trains_as_ddp, run, trained_with_ddp
 from tests.huggingface import CASES, END, Case, tokens
-from tests.matrix import quick
+from tests.matrix import Stages, in_stages, quick
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard.layout import find_units
@@ -74,13 +74,16 @@ def generated(model: Any, **options: Any) -> Tensor:
     return found
 
 
+@in_stages
 @pytest.mark.parametrize("name", quick(["gpt2", "llama", "t5"], "llama"))
 @on_ranks(2)
-def test_generation_between_steps_and_amid_accumulation_gives_the_plain_models_tokens(name: str) -> None:
+def test_generation_between_steps_and_amid_accumulation_gives_the_plain_models_tokens(
+    stages: Stages, name: str
+) -> None:
     case = CASES[name]
     torch.manual_seed(1)
     plain = case.build()
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(1)
         model = case.build()
         model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.matrix import Stages, in_stages
 from tests.models import Block, batch, loss_of, net
 from tests.ranks import on_ranks
 
@@ -98,9 +99,10 @@ def test_weights_may_be_tied_within_and_across_units() -> None:
     assert_equals_ddp(Tied)
 
 
+@in_stages
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
-def test_checkpointing_works_both_ways_by_block_and_by_segment(reentrant: bool) -> None:
+def test_checkpointing_works_both_ways_by_block_and_by_segment(stages: Stages, reentrant: bool) -> None:
     class Checkpointed(Stack):
         def forward(self, x: Tensor, step: int) -> Tensor:
             x = self.first(x)
@@ -118,7 +120,7 @@ def test_checkpointing_works_both_ways_by_block_and_by_segment(reentrant: bool) 
     torch.manual_seed(0)
     plain = Plain()
     train(DistributedDataParallel(plain), sgd(plain))
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(0)
         model = Checkpointed()
         model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
@@ -159,8 +161,9 @@ def test_outputs_may_be_dataclasses_dicts_and_tuples_and_changed_in_place() -> N
     optimizer.step()
 
 
+@in_stages
 @on_ranks(2)
-def test_training_goes_on_after_an_exception_in_forward_or_backward() -> None:
+def test_training_goes_on_after_an_exception_in_forward_or_backward(stages: Stages) -> None:
     class Fragile(Stack):
         fail = ""
 
@@ -177,7 +180,7 @@ def test_training_goes_on_after_an_exception_in_forward_or_backward() -> None:
     torch.manual_seed(0)
     plain = Fragile()
     train(DistributedDataParallel(plain), sgd(plain))
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(0)
         model = Fragile()
         model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
@@ -195,13 +198,14 @@ def test_training_goes_on_after_an_exception_in_forward_or_backward() -> None:
             assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
 
 
+@in_stages
 @on_ranks(2)
-def test_two_sharded_models_in_one_process_one_of_them_frozen() -> None:
+def test_two_sharded_models_in_one_process_one_of_them_frozen(stages: Stages) -> None:
     teacher = net()
     teacher.requires_grad_(False)
     teacher, none = zeroshard.shard(teacher, stage=3)
     assert none is None
-    for stage in STAGES:
+    for stage in stages:
         model = net()
         model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
         plain, plain_teacher = net(), net()
@@ -270,9 +274,10 @@ def test_a_profiler_shows_every_phase_with_the_units_name() -> None:
     assert {"zeroshard.agree", "zeroshard.norm", "zeroshard.reduce blocks.2"} <= labels
 
 
+@in_stages
 @on_ranks(2)
-def test_frozen_parameters_train_nothing_and_hold_no_gradient_or_state() -> None:
-    for stage in STAGES:
+def test_frozen_parameters_train_nothing_and_hold_no_gradient_or_state(stages: Stages) -> None:
+    for stage in stages:
         model, plain = net(), net()
         for each in (model, plain):
             each.blocks[1].requires_grad_(False)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeroshard
-from tests.matrix import matrix
+from tests.matrix import Stages, in_stages, slow
 from tests.models import Net, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
@@ -116,7 +116,10 @@ def assert_trains_as_alone(
     return model
 
 
-@matrix(stage=STAGES, offload=(None, "cpu"))
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(3, None), (2, "cpu"), *(slow(stage, None) for stage in (0, 1, 2)), *(slow(stage, "cpu") for stage in (0, 1, 3))],
+)
 @on_ranks(4)
 def test_two_by_two_ranks_train_as_one_does(stage: int, offload: str | None) -> None:
     mesh = mesh_of(2, 2)
@@ -158,11 +161,12 @@ def test_parts_of_unequal_size_train_the_same(stage: int) -> None:
     assert_trains_as_alone(model, mesh["dp"].get_local_rank(), losses, weights, stage=stage)
 
 
+@in_stages
 @on_ranks(4)
-def test_sequence_parallel_norms_get_the_sum_of_their_gradients() -> None:
+def test_sequence_parallel_norms_get_the_sum_of_their_gradients(stages: Stages) -> None:
     mesh = mesh_of(2, 2)
     losses, weights, norms = trained_alone(2, clip=1e9)
-    for stage in STAGES:
+    for stage in stages:
         model = net(width=WIDTH, depth=2)
         parallelize_module(
             model,
@@ -180,10 +184,11 @@ def test_sequence_parallel_norms_get_the_sum_of_their_gradients() -> None:
         assert zeroshard.stats(model).grad_norm == pytest.approx(norms[-1], rel=1e-5)
 
 
+@in_stages
 @on_ranks(4)
-def test_memory_is_divided_by_both_dimensions_and_volume_counts_the_data_parallel_one() -> None:
+def test_memory_is_divided_by_both_dimensions_and_volume_counts_the_data_parallel_one(stages: Stages) -> None:
     mesh = mesh_of(2, 2)
-    for stage in STAGES:
+    for stage in stages:
         sizes, volumes = {}, {}
         for degree in (1, 2):
             model = net(width=256, depth=2)
@@ -239,7 +244,7 @@ def test_ranks_start_from_rank_zero_whatever_they_were_built_with() -> None:
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("width", [WIDTH, 13])
+@pytest.mark.parametrize("width", [slow(WIDTH), 13])
 @on_ranks(4)
 def test_a_model_on_meta_gets_the_weights_it_would_have_alone(width: int) -> None:
     mesh = mesh_of(2, 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.matrix import Stages, in_stages
 from tests.models import Block, batch
 from tests.ranks import on_ranks
 
@@ -48,9 +49,10 @@ def choosy(by_rank: bool) -> Choosy:
     return Choosy(by_rank)
 
 
+@in_stages
 @pytest.mark.parametrize("by_rank", [False, True])
 @on_ranks(2)
-def test_unused_parameters_are_skipped_or_get_zeros_bitwise_as_in_ddp(by_rank: bool) -> None:
+def test_unused_parameters_are_skipped_or_get_zeros_bitwise_as_in_ddp(stages: Stages, by_rank: bool) -> None:
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
 
@@ -66,7 +68,7 @@ def test_unused_parameters_are_skipped_or_get_zeros_bitwise_as_in_ddp(by_rank: b
     expected = plain.state_dict()
     assert torch.equal(expected["unused.weight"], choosy(by_rank).unused.weight), "weight decay would move it"
 
-    for stage in STAGES:
+    for stage in stages:
         model = choosy(by_rank)
         model, sharded = zeroshard.shard(model, optimizer_of(model), stage=stage)
         for step in range(5):
@@ -77,8 +79,9 @@ def test_unused_parameters_are_skipped_or_get_zeros_bitwise_as_in_ddp(by_rank: b
             assert torch.equal(value, expected[name]), f"stage {stage}: {name}"
 
 
+@in_stages
 @on_ranks(2)
-def test_a_unit_that_is_never_called_holds_up_nothing() -> None:
+def test_a_unit_that_is_never_called_holds_up_nothing(stages: Stages) -> None:
     class Skipping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -87,7 +90,7 @@ def test_a_unit_that_is_never_called_holds_up_nothing() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.blocks[3](self.blocks[0](x))
 
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(0)
         model = Skipping()
         start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -101,8 +104,9 @@ def test_a_unit_that_is_never_called_holds_up_nothing() -> None:
             assert torch.equal(start[name], end[name]) == ("blocks.1." in name or "blocks.2." in name), name
 
 
+@in_stages
 @on_ranks(2)
-def test_each_of_several_losses_may_touch_other_units() -> None:
+def test_each_of_several_losses_may_touch_other_units(stages: Stages) -> None:
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -126,7 +130,7 @@ def test_each_of_several_losses_may_touch_other_units() -> None:
     torch.manual_seed(0)
     plain = TwoHeads()
     train(DistributedDataParallel(plain), plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    for stage in STAGES:
+    for stage in stages:
         torch.manual_seed(0)
         model = TwoHeads()
         model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.matrix import Stages, in_stages
 from tests.models import Net, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import (
@@ -128,10 +129,11 @@ def scaled_step(
     optimizer.zero_grad()
 
 
+@in_stages
 @on_ranks(2)
-def test_a_grad_scaler_that_is_switched_off_changes_nothing() -> None:
+def test_a_grad_scaler_that_is_switched_off_changes_nothing(stages: Stages) -> None:
     expected = dict(trained_plainly(1).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         scaler.scale(loss_of(model, 0)).backward()
@@ -150,11 +152,12 @@ ZEROINGS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
 }
 
 
+@in_stages
 @pytest.mark.parametrize("way", ZEROINGS)
 @on_ranks(2)
-def test_zeroed_gradients_are_not_trained_with(way: str) -> None:
+def test_zeroed_gradients_are_not_trained_with(stages: Stages, way: str) -> None:
     expected = dict(trained_plainly(1).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         loss_of(model, 1).backward()
@@ -163,11 +166,12 @@ def test_zeroed_gradients_are_not_trained_with(way: str) -> None:
         assert_same(weights(model), expected)
 
 
+@in_stages
 @pytest.mark.parametrize("way", ZEROINGS)
 @on_ranks(2)
-def test_zeroed_gradients_do_not_come_back_with_the_next_backward(way: str) -> None:
+def test_zeroed_gradients_do_not_come_back_with_the_next_backward(stages: Stages, way: str) -> None:
     expected = dict(trained_plainly(3).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         for step in (1, 2):
@@ -179,10 +183,11 @@ def test_zeroed_gradients_do_not_come_back_with_the_next_backward(way: str) -> N
         assert_same(weights(model), expected)
 
 
+@in_stages
 @on_ranks(2)
-def test_zeroed_gradients_of_a_backward_without_synchronisation_do_not_come_back() -> None:
+def test_zeroed_gradients_of_a_backward_without_synchronisation_do_not_come_back(stages: Stages) -> None:
     expected = dict(trained_plainly(2).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         with zeroshard.no_sync(model):
@@ -192,10 +197,11 @@ def test_zeroed_gradients_of_a_backward_without_synchronisation_do_not_come_back
         assert_same(weights(model), expected)
 
 
+@in_stages
 @on_ranks(2)
-def test_zeroed_gradients_of_accumulated_micro_batches_do_not_come_back() -> None:
+def test_zeroed_gradients_of_accumulated_micro_batches_do_not_come_back(stages: Stages) -> None:
     expected = dict(trained_plainly(2).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
         for micro in range(3):
@@ -205,8 +211,9 @@ def test_zeroed_gradients_of_accumulated_micro_batches_do_not_come_back() -> Non
         assert_same(weights(model), expected)
 
 
+@in_stages
 @on_ranks(2)
-def test_zeroing_some_gradients_holds_for_those_alone() -> None:
+def test_zeroing_some_gradients_holds_for_those_alone(stages: Stages) -> None:
     plain = net(depth=2)
     ddp, optimizer = DistributedDataParallel(plain), adamw(plain.parameters())
 
@@ -220,7 +227,7 @@ def test_zeroing_some_gradients_holds_for_those_alone() -> None:
         zero(plain)
         optimizer.step()
         optimizer.zero_grad()
-    for stage in STAGES:
+    for stage in stages:
         model, sharded = shard(adamw, stage=stage)
         for step in range(2):
             loss_of(model, step).backward()
@@ -230,8 +237,9 @@ def test_zeroing_some_gradients_holds_for_those_alone() -> None:
         assert_same(weights(model), dict(plain.state_dict()))
 
 
+@in_stages
 @on_ranks(2)
-def test_zeroing_some_gradients_between_micro_batches_holds_for_those_alone() -> None:
+def test_zeroing_some_gradients_between_micro_batches_holds_for_those_alone(stages: Stages) -> None:
     plain = net(depth=2)
     ddp, optimizer = DistributedDataParallel(plain), sgd(plain.parameters())
 
@@ -243,16 +251,17 @@ def test_zeroing_some_gradients_between_micro_batches_holds_for_those_alone() ->
         stepper.step()
 
     run(ddp, plain, optimizer)
-    for stage in STAGES:
+    for stage in stages:
         model, sharded = shard(stage=stage)
         run(model, model, sharded)
         assert_close(weights(model), dict(plain.state_dict()))
 
 
+@in_stages
 @on_ranks(2)
-def test_a_clipping_that_was_zeroed_with_its_gradients_does_not_clip_the_next_ones() -> None:
+def test_a_clipping_that_was_zeroed_with_its_gradients_does_not_clip_the_next_ones(stages: Stages) -> None:
     expected = dict(trained_plainly(1).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(stage=stage)
         loss_of(model, 5).backward()
         optimizer.clip_grad_norm_(1e-3)
@@ -307,9 +316,10 @@ def test_gradients_assigned_without_a_backward_count_in_stage_zero_and_raise_els
                 optimizer.step()
 
 
+@in_stages
 @on_ranks(2)
-def test_a_parameter_unfrozen_after_sharding_raises_rather_than_not_being_trained() -> None:
-    for stage in STAGES:
+def test_a_parameter_unfrozen_after_sharding_raises_rather_than_not_being_trained(stages: Stages) -> None:
+    for stage in stages:
         model = net(depth=2)
         model.last.weight.requires_grad_(False)
         model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
@@ -319,10 +329,11 @@ def test_a_parameter_unfrozen_after_sharding_raises_rather_than_not_being_traine
             train(model, optimizer, 1)
 
 
+@in_stages
 @on_ranks(2)
-def test_two_steps_in_a_row_do_not_train_twice() -> None:
+def test_two_steps_in_a_row_do_not_train_twice(stages: Stages) -> None:
     expected = dict(trained_plainly(1, adamw).state_dict())
-    for stage in STAGES:
+    for stage in stages:
         model, optimizer = shard(adamw, stage=stage)
         loss_of(model, 0).backward()
         optimizer.step()
@@ -330,9 +341,10 @@ def test_two_steps_in_a_row_do_not_train_twice() -> None:
         assert_same(weights(model), expected)
 
 
+@in_stages
 @on_ranks(2)
-def test_a_step_before_any_backward_changes_nothing() -> None:
-    for stage in STAGES:
+def test_a_step_before_any_backward_changes_nothing(stages: Stages) -> None:
+    for stage in stages:
         model, optimizer = shard(adamw, stage=stage)
         optimizer.step()
         assert_same(weights(model), dict(net(depth=2).state_dict()))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.matrix import matrix
+from tests.matrix import matrix, quick, slow
 from tests.plan.dry import dry_gpt
 from zeroshard import Activations
 from zeroshard.bounds import UPDATE_ELEMENTS
@@ -78,7 +78,8 @@ ARENAS = {"none": 1, "checkpointed": 1, **{f"{way}, divided model": 4 for way in
 """Ways to keep activations, and how many ranks divide the model."""
 
 
-@matrix(arena=ARENAS, stage=range(4))
+@pytest.mark.parametrize("arena", quick(ARENAS, "checkpointed", "P_a+cpu, divided model"))
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_the_arena_is_planned_between_steps_and_at_the_peak(arena: str, stage: int) -> None:
     way, degree = arena.split(",")[0], ARENAS[arena]
     kept = WAYS.get(way)
