@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 import zeroshard
 from tests.models import net
 from tests.ranks import on_ranks
-from tests.training import adamw
+from tests.training import STAGES, adamw
 from zeroshard import Activations
 from zeroshard.activations.kept import Kept
 from zeroshard.runtime import runtime_of

@@ -100,7 +100,7 @@ def test_generation_between_steps_and_amid_accumulation_gives_the_plain_models_t
             optimizer.step()
             optimizer.zero_grad()
         final = zeroshard.full_state_dict(model)
-        if stage == 0:
+        if stage == stages[0]:
             expected = final
         assert_equal_states(final, expected, f"stage {stage}")
     assert_equal_states(expected, _accumulated_without_generation(case), "ddp", exact=False)
