@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.models import net
+from tests.models import Block, net
 from tests.ranks import on_ranks
 from zeroshard import Offload
 from zeroshard.comm import Fabric
@@ -86,7 +87,7 @@ def test_what_belongs_to_one_rank_is_no_fact() -> None:
             device=f"cuda:{rank}",
             offload=Offload(threads=rank + 1, host_memory=rank + 1),
             weights=Path(f"/scratch/{rank}"),
-            init=lambda module: None,
+            init=partial(Block.forward, torch.device("cuda", rank)),
         )
         for rank in range(2)
     ]
@@ -115,7 +116,7 @@ def test_settings_of_the_optimizer_are_facts_by_value_and_not_by_device_or_addre
     def described(**settings: Any) -> list[str]:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
-        optimizer.param_groups[0]["rule"] = lambda step: step
+        optimizer.param_groups[0] |= {"rule": lambda step: step, "limits": {"low": torch.empty(2, device="meta")}}
         return facts(model, optimizer, Config(), CPU)
 
     assert described() == described()

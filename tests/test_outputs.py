@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from tests.models import Block
+import zeroshard
+from tests.models import Block, net
 from zeroshard.outputs import LeftInAttributes
+from zeroshard.runtime import runtime_of
 
 
 def test_layers_of_torch_are_left_alone_until_somebody_may_have_written_to_them() -> None:
@@ -34,3 +37,16 @@ def test_only_what_may_hold_tensors_is_found() -> None:
     assert not left.values()
     expert(expert.up.weight.new_ones(2, 3))
     assert left.values() == [expert.loss, expert.losses]
+
+
+def test_a_layer_in_which_somebody_prepared_a_place_is_looked_at() -> None:
+    block = Block(3)
+    block.up.aux = None
+    assert LeftInAttributes(block.modules()).modules == [block, block.up]
+
+
+def test_of_a_sharded_model_only_modules_that_are_not_torchs_are_looked_at() -> None:
+    model = net(depth=2)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3)
+    schedule = runtime_of(model).schedule
+    assert [left.modules for left in schedule._attributes.values()] == [[block] for block in model.blocks]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compat, parallel
-from .comm import Fabric
+from .comm import DisagreementError, Fabric
 
 
 class _Kept(NamedTuple):
@@ -66,21 +66,30 @@ class Buffers:
         """Those that were None."""
         self.differ = False
         """Some rank wrote to a buffer, as the ranks agreed."""
+        self.shapes = 0
+        """A hash of the buffers' sizes, the same in all processes that have the same."""
+        self.uneven = False
+        """Ranks have buffers of different sizes, as they agreed."""
         self.look()
 
     def look(self) -> bool:
         """Whether this rank wrote to a buffer, or replaced one, since the last look."""
-        if any(_averages_unseen(module) for module in self._model.modules()):
-            return True
+        unseen = any(_averages_unseen(module) for module in self._model.modules())
         before, buffers = self._seen, list(self._model.buffers())
         if any(buffer.is_inference() for buffer in buffers):  # made by an evaluation
             make_ordinary(self._model)
         self._seen = [(weakref.ref(buffer), compat.version(buffer)) for buffer in buffers]
+        # Of integers alone, for others are hashed differently in every process; a bit less, for it is negated.
+        self.shapes = hash(tuple((*buffer.shape, buffer.itemsize) for buffer in buffers)) >> 1
         # not by id(), which a new buffer may have from the one it replaced
         then = [(buffer(), version) for buffer, version in before]
-        return len(then) != len(buffers) or any(
-            old is not buffer or version != compat.version(buffer)
-            for (old, version), buffer in zip(then, buffers, strict=True)
+        return (
+            unseen
+            or len(then) != len(buffers)
+            or any(
+                old is not buffer or version != compat.version(buffer)
+                for (old, version), buffer in zip(then, buffers, strict=True)
+            )
         )
 
     def remember(self) -> None:
@@ -129,10 +138,26 @@ class Buffers:
     def follow_rank_zero(self) -> None:
         """Takes rank 0's values where the ranks agreed that they differ."""
         if self.differ:
-            buffers = [parallel.local(buffer.data) for buffer in self._model.buffers()]
-            self._fabric.broadcast_together(buffers, divided=True)
+            buffers = self._common() if self.uneven else list(self._model.buffers())
+            self._fabric.broadcast_together([parallel.local(buffer.data) for buffer in buffers], divided=True)
             self.differ = False
             self.look()
+
+    def _common(self) -> list[Tensor]:
+        """The persistent buffers. The others are caches, which may grow on some ranks alone."""
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if not self._is_cache(name)}
+        mine = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()}
+        everybody = self._fabric.gather_objects(mine)
+        for name in sorted({name for theirs in everybody for name in theirs}):
+            sizes = [theirs.get(name, "none") for theirs in everybody]
+            if len(set(sizes)) > 1:
+                told = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
+                raise DisagreementError(f"buffer {name!r} differs in size, so rank 0's values cannot be taken: {told}")
+        return [buffers[name] for name in sorted(buffers)]
+
+    def _is_cache(self, name: str) -> bool:
+        owner, _, own = name.rpartition(".")
+        return not compat.is_persistent(self._model.get_submodule(owner), own)
 
     def _named(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
         for module in self._model.modules():

@@ -185,11 +185,14 @@ class Fabric:
             dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
-    def maximum(self, values: list[int]) -> list[int]:
-        """The element-wise maximum over all ranks, on the host. Blocks, but does not wait for the device's work."""
+    def maximum(self, values: list[int], where: str = "the agreement on gradients") -> list[int]:
+        """The element-wise maximum over all ranks, on the host. Blocks, but does not wait for the device's work.
+
+        ``where`` tells in an error what the ranks were about to agree on.
+        """
         if self.group is None or self.backend == "fake":
             return values
-        self.progress("agreement on gradients")
+        self.progress(where)
         host = torch.tensor(values, dtype=torch.int64)
         if self._side is None:
             with self.gathers.blaming_stalls():
@@ -198,14 +201,14 @@ class Fabric:
             return [int(value) for value in host.tolist()]
         if self.gathers.stream is not None:
             self._side.wait_stream(self.gathers.stream)  # one order of operations in a group
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._side), self.gathers.blaming_stalls():
             on_device = host.pin_memory().to(self.device, non_blocking=True)
             dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self.group)
             agreed = torch.empty_like(host, pin_memory=True)
             agreed.copy_(on_device, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._side)
-        self._wait_on_host(event)
+        self._wait_on_host(event, where)
         return [int(value) for value in agreed.tolist()]
 
     def sum_in_order(self, value: Tensor) -> Tensor:
@@ -226,7 +229,7 @@ class Fabric:
             all_gather(gathered, value[None], self.model.group)
         return gathered
 
-    def _wait_on_host(self, event: torch.cuda.Event) -> None:
+    def _wait_on_host(self, event: torch.cuda.Event, where: str) -> None:
         deadline = time.monotonic() + self.stall_timeout
         look = time.monotonic() + FAILURE_SECONDS
         while not event.query():
@@ -235,7 +238,7 @@ class Fabric:
                 look = now + FAILURE_SECONDS
                 deadline = now if self._watchdog.failure() is not None else deadline
             if now >= deadline:
-                stall = self.explain_stall("the agreement on gradients")
+                stall = self.explain_stall(where)
                 self.gathers.break_off(stall)
                 raise StallError(stall)
             time.sleep(POLL_SECONDS)

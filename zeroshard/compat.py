@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
@@ -285,7 +286,7 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2.0, dtype=dtype)) if tensors else []
 
 
-_connections: list[tuple[Any, Any]] = []
+_connections: list[tuple[weakref.ref[Any], Any]] = []
 
 
 def default_store() -> Any:
@@ -295,12 +296,14 @@ def default_store() -> Any:
     place at rank 0 to open.
     """
     store: Any = dist.distributed_c10d._get_default_store()
-    if not _connections or _connections[0][0] is not store:
+    if not _connections or _connections[0][0]() is not store:
         try:
             own = store.clone()
         except (AttributeError, RuntimeError):
             own = store
-        _connections[:] = [(store, own)]
+        if own is store:
+            return own
+        _connections[:] = [(weakref.ref(store), own)]  # the store itself ends with its group, and its server with it
     return _connections[0][1]
 
 

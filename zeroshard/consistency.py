@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import compat
 from .comm import DisagreementError, Fabric
 from .config import Config
 from .offload.options import Offload
 
-OF_ONE_RANK = ("device", "mesh", "weights", "example", "offload")
+OF_ONE_RANK = ("device", "mesh", "weights", "example", "offload", "init")
 """Options that are not compared as they are; ``_facts_of_options`` says what of them must agree."""
 OF_ONE_RANK_OFFLOADING = ("threads", "host_memory", "device_memory")
-"""The same for ``Offload``: results do not depend on them, and what they allow is agreed on later."""
+"""The same for ``Offload``: results do not depend on them."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 HASH_BYTES = 7
 """A hash and its negative fit a signed 64-bit integer."""
@@ -39,7 +40,7 @@ def check_same_everywhere(
     """
     mine = facts(model, optimizer, config, fabric.device)
     digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:HASH_BYTES], "big")
-    highest, lowest = fabric.maximum([digest, -digest])
+    highest, lowest = fabric.maximum([digest, -digest], "the comparison of what shard() was given")
     if highest == -lowest:
         return
     differences = fabric.gather_objects(first_difference(fabric.from_rank_zero(mine), mine))
@@ -83,6 +84,7 @@ def _facts_of_options(config: Config, device: torch.device) -> Iterator[str]:
         for option in fields(Offload):
             if option.name not in OF_ONE_RANK_OFFLOADING:
                 yield f"offload.{option.name}={getattr(config.offload, option.name)!r}"
+    yield f"init={'a function' if callable(config.init) else config.init}"  # which may be bound to a rank's own things
     yield "no mesh" if config.mesh is None else f"mesh of shape {tuple(config.mesh.mesh.shape)}"
     yield "no weights=" if config.weights is None else "weights="  # whose checksum is compared when they are read
     yield f"device of type {device.type!r}"
@@ -99,11 +101,14 @@ def _facts_of_optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str
 
 
 def _without_device(value: Any) -> Any:
-    """A setting of a group; tensors, such as a learning rate on the GPU, by their values."""
+    """A setting of a group; tensors, such as a learning rate on the GPU, by their values if they have some."""
     if isinstance(value, Tensor):
-        return value.tolist()
+        has_values = not (value.is_meta or compat.is_fake(value))
+        return value.tolist() if has_values else f"{tuple(value.shape)} {value.dtype}"
     if isinstance(value, list | tuple):
         return [_without_device(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_device(item) for key, item in value.items()}
     return value
 
 

@@ -411,6 +411,7 @@ class Turns:
     def expect(self, flat: Flat) -> None:
         """Notes that the host updates a flat from now on."""
         self._look_up()
+        assert flat in self._place, f"{flat.label} is in no order of publishing"
         self._first = min(self._first, self._place[flat])
 
     def gather_up_to(self, flat: Flat) -> None:

@@ -11,16 +11,16 @@ from . import compat
 
 
 def in_messages(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Divides tensors into messages of at most ``most`` bytes, in one order for the same dtypes and shapes.
+    """Divides tensors into messages of at most ``most`` bytes, unless one tensor is larger.
 
-    Wide dtypes come first, so that each tensor begins at a multiple of its element's size. Of elements that
-    ``expand()`` shows several times, a message has one.
+    The division depends on shapes and dtypes alone, so that ranks agree on it. Wide dtypes come first: each tensor then
+    begins at a multiple of its element's size.
     """
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise ValueError("a sparse buffer cannot be sent to other ranks; make it dense with to_dense()")
     message: list[Tensor] = []
     size = 0
-    for tensor in sorted(map(_distinct, tensors), key=lambda tensor: -tensor.itemsize):
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
         if message and size + tensor.nbytes > most:
             yield message
             message, size = [], 0
@@ -40,19 +40,23 @@ def unpack(message: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = message.split([tensor.nbytes for tensor in tensors])
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for tensor, part in zip(tensors, parts, strict=True):
-        targets, sources = kinds.setdefault((tensor.dtype, tensor.device), ([], []))
-        targets.append(tensor)
-        sources.append(part.view(tensor.dtype).view(tensor.shape))
+        target, source = _distinct(tensor, part.view(tensor.dtype).view(tensor.shape))
+        if target.is_conj() or target.is_neg():  # which torch cannot copy with others
+            target.copy_(source)
+        else:
+            targets, sources = kinds.setdefault((target.dtype, target.device), ([], []))
+            targets.append(target)
+            sources.append(source)
     for targets, sources in kinds.values():
         compat.copy_all(targets, sources)
 
 
-def _distinct(tensor: Tensor) -> Tensor:
-    """One of the elements that share memory, along each dimension."""
-    for dimension, stride in reversed(list(enumerate(tensor.stride()))):
-        if stride == 0 and tensor.shape[dimension]:
-            tensor = tensor.select(dimension, 0)
-    return tensor
+def _distinct(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Both tensors, without the elements that ``expand()`` shows again: each place of memory is written once."""
+    for dimension, stride in reversed(list(enumerate(target.stride()))):
+        if stride == 0 and target.shape[dimension]:
+            target, source = target.select(dimension, 0), source.select(dimension, 0)
+    return target, source
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -18,16 +18,18 @@ class LeftInAttributes:
     """What a unit's modules keep of a forward in attributes: the loss of a mixture of experts, say.
 
     Asked after every call of the unit, so it does not walk through all attributes of all modules. torch's own layers
-    leave nothing by themselves. One of them is looked at only if it has hooks, or attributes that it did not have at
-    first.
+    leave nothing by themselves. One of them is looked at only if it has hooks, more attributes than at first, or had
+    one in which somebody else may leave something.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._others: list[nn.Module] = []
         self._layers: list[tuple[nn.Module, int]] = []
         for module in modules:
-            if type(module).__module__.startswith("torch.nn."):
-                self._layers.append((module, len(vars(module))))
+            public = _public(module)
+            settled = not any(value is None or isinstance(value, Tensor | list | dict) for value in public.values())
+            if type(module).__module__.startswith("torch.nn.") and settled:
+                self._layers.append((module, len(public)))
             else:
                 self._others.append(module)
 
@@ -38,7 +40,7 @@ class LeftInAttributes:
         return self._others + [
             layer
             for layer, count in self._layers
-            if everywhere or len(vars(layer)) != count or compat.has_forward_hooks(layer)
+            if everywhere or len(_public(layer)) != count or compat.has_forward_hooks(layer)
         ]
 
     def values(self) -> list[Any]:
@@ -49,6 +51,11 @@ class LeftInAttributes:
             for name, value in vars(module).items()
             if name[0] != "_" and isinstance(value, _KEPT)
         ]
+
+
+def _public(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes, without those of torch and zeroshard."""
+    return {name: value for name, value in vars(module).items() if name[0] != "_"}
 
 
 def hook_outputs(output: Any, hook: Hook, whose: str) -> int:

@@ -177,12 +177,13 @@ class Reducer:
         A pair (x, -x) tells whether all ranks have the same x.
         """
         lanes = self._fabric.lanes
-        same = [self._backwards, *(lane.hash for lane in lanes)]
+        asked = [self.stop_asked, self._buffers.look()]
+        alone = self._fabric.model.world == 1  # else buffers may be of a rank's part of the model
+        same = [self._backwards, *(lane.hash for lane in lanes), self._buffers.shapes if alone else 0]
         flats = self.order
         used = [mark for flat in flats for mark in gradient_of(flat).used]
         waiting = [gradient_of(flat).unreduced for flat in flats]
         partial = [flat in self._incomplete for flat in flats]
-        asked = [self.stop_asked, self._buffers.look()]
         values = [*same, *(-value for value in same), *asked, *used, *waiting, *partial]
         agreed = deque(self._fabric.maximum([int(value) for value in values]))
 
@@ -194,7 +195,8 @@ class Reducer:
                 f"ranks ran different numbers of backward passes before step(): {_by_rank(counts)}; give every rank "
                 "the same number of micro-batches"
             )
-        for lane, high, low in zip(lanes, highest[1:], lowest[1:], strict=True):
+        self._buffers.uneven = highest[-1] != lowest[-1]
+        for lane, high, low in zip(lanes, highest[1:-1], lowest[1:-1], strict=True):
             if high != low:
                 raise DisagreementError(self._first_difference(lane))
         self.stop_agreed, self._buffers.differ = bool(agreed.popleft()), bool(agreed.popleft())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -52,7 +53,9 @@ def test_the_ledger_is_what_the_garbage_collector_finds(stage: int) -> None:
 
     def compare() -> None:
         ledger = zeroshard.stats(model).memory.total
-        found = live_bytes() - before
+        latest = time.monotonic() + 5
+        while (found := live_bytes() - before) > 1.01 * ledger and time.monotonic() < latest:
+            time.sleep(0.05)  # the thread of a collective that is over may hold its tensors for a moment
         assert found == pytest.approx(ledger, rel=0.01), f"stage {stage}: ledger {ledger}, found {found}"
 
     compare()

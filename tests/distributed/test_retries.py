@@ -135,3 +135,36 @@ def test_all_buffers_follow_rank_zero_in_one_message() -> None:
         everybody = [torch.empty_like(value) for _ in range(2)]
         dist.all_gather(everybody, value.contiguous())
         assert torch.equal(*everybody), name
+
+
+class Caching(Normed):
+    """Keeps a table that grows with what it is given; on rank 0 it is longer."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("a_table", torch.zeros(1), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a_table = torch.full((9 - 2 * dist.get_rank(),), float(dist.get_rank()))
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_cache_that_has_another_size_on_a_rank_is_left_to_it_and_the_others_follow() -> None:
+    model: nn.Module = Caching(persistent=False)
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2)
+    for step in range(2):
+        train(model, optimizer, step)
+    assert model.a_table.tolist() == [float(dist.get_rank())] * (9 - 2 * dist.get_rank())
+    statistics = torch.cat([value.float().flatten() for name, value in model.named_buffers() if "running" in name])
+    everybody = [torch.empty_like(statistics) for _ in range(2)]
+    dist.all_gather(everybody, statistics)
+    assert torch.equal(*everybody)
+
+
+@on_ranks(2)
+def test_a_persistent_buffer_that_has_another_size_on_a_rank_is_named() -> None:
+    model: nn.Module = Caching(persistent=True)
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2)
+    with pytest.raises(zeroshard.DisagreementError, match=r"buffer 'a_table' differs in size.*rank 1: \(\(7,\)"):
+        train(model, optimizer, 0)

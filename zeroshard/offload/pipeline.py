@@ -124,6 +124,7 @@ class Pipeline:
     ) -> None:
         self.options, self.device, self.local_ranks, self.dry = options, device, local_ranks, dry
         self._sums_expected = False
+        self._tell = tell
         self.norms = norms
         """Whether a step will ask for the norm, so that it is found on the way."""
         cuda = device.type == "cuda"
@@ -209,11 +210,14 @@ class Pipeline:
         if self.options.host_memory is not None:
             available = min(available, self.options.host_memory - self.bytes.total)
         if needed > available:
-            raise ValueError(
+            text = (
                 f"offload: adding up micro-batches takes {needed / 2**30:.2f} GiB of host memory more, but "
                 f"{available / 2**30:.2f} GiB are available; use larger micro-batches and one a step, or "
                 "zeroshard.no_sync(model), which adds them up on the device"
             )
+            if self._tell is not None:
+                self._tell(text)  # the other ranks may have room, and would wait for this one
+            raise ValueError(text)
         self._sums_expected = True
 
     def admit(self) -> None:

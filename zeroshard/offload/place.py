@@ -20,6 +20,7 @@ from .rules import moment_names
 from .shard import HostShard
 from .states import HostPiece, HostStates
 
+ROOM = "the agreement on memory for an offload"
 DEVICE_SHARE = 0.6
 """Of the device's free memory, what model states may take with host_fraction="auto"; the rest is for activations."""
 
@@ -74,7 +75,7 @@ def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:
         pipeline.allocate()
     except ValueError as error:
         problem = error
-    if fabric.maximum([problem is not None])[0]:
+    if fabric.maximum([problem is not None], ROOM)[0]:
         raise problem or ValueError("offload: another rank could not pin its host memory; its message says why")
 
 
@@ -98,7 +99,7 @@ def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]
     )
     widest = max(flat.dtype.itemsize for flat in flats)
     masters = 4 if any(flat.master_dtype is not flat.dtype for flat in flats) else 0
-    budget = -fabric.maximum([at_rest - budget])[0]
+    budget = -fabric.maximum([at_rest - budget], ROOM)[0]
     return stay_within(sizes, widest + masters + 8, max(budget, 0))
 
 
@@ -132,10 +133,10 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
     source = "available" if share == 1 else f"available to each of {share} ranks on this host"
     if options.host_memory is not None and options.host_memory < available:
         available, source = options.host_memory, "allowed by offload.host_memory"
-    lacking = fabric.maximum([needed.total - available])[0]
+    lacking = fabric.maximum([needed.total - available], ROOM)[0]
     if lacking > 0:
-        if lacking > needed.total - available:
-            available, source = needed.total - lacking, "available to another rank"
+        if needed.total <= available:
+            available, source = max(0, needed.total - lacking), "available to another rank"
         raise ValueError(
             f"offload needs {_size(needed.total)} of host memory a rank ({_size(needed.pinned)} of it pinned), but "
             f"{_size(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, split_master=True "
