@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import zeroshard
 from tests.models import Block, net
 from tests.ranks import on_ranks
+from tests.training import sgd, train
 from zeroshard import Offload
 from zeroshard.comm import Fabric
 from zeroshard.config import Config
@@ -24,6 +26,13 @@ from zeroshard.train.job import load_job
 from zeroshard.train.loop import Rank, parameter_groups, shard_options
 
 CPU = torch.device("cpu")
+
+
+Given = tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
+
+
+def given(model: nn.Module, **options: Any) -> Given:
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), options
 
 
 def facts_of(model: nn.Module, **options: Any) -> list[str]:
@@ -94,22 +103,87 @@ def test_what_belongs_to_one_rank_is_no_fact() -> None:
     assert ranks[0] == ranks[1]
 
 
-@pytest.mark.parametrize(
-    ("zeroth", "other", "difference"),
-    [
-        ({"stage": 1}, {"stage": 2}, ("stage=1", "stage=2")),
-        ({"offload": "auto"}, {}, ("chooses_offload=True", "chooses_offload=False")),
-        ({"offload": "cpu"}, {"offload": Offload(seed=1)}, ("offload.seed=0", "offload.seed=1")),
-        ({"offload": "cpu"}, {}, ("offload.parameters='device'", "offload=None")),
-        ({"weights": "/a"}, {}, ("weights=", "no weights=")),
-        ({"clip_grad_norm": 1.0}, {"clip_grad_norm": 2.0}, ("clip_grad_norm=1.0", "clip_grad_norm=2.0")),
-    ],
-)
-def test_what_all_ranks_share_is_a_fact_by_name(
-    zeroth: dict[str, Any], other: dict[str, Any], difference: tuple[str, str]
-) -> None:
+def wider(rank: int) -> Given:
+    return given(net(width=13 + rank))
+
+
+def of_another_dtype(rank: int) -> Given:
+    return given(net().to([torch.float32, torch.float64][rank]))
+
+
+def with_another_parameter(rank: int) -> Given:
     model = net()
-    assert first_difference(facts_of(model, **zeroth), facts_of(model, **other)) == difference
+    if rank:
+        model.zzz = nn.Parameter(torch.ones(3))
+    return given(model)
+
+
+def partly_frozen(rank: int) -> Given:
+    model = net()
+    model.last.bias.requires_grad_(rank == 0)
+    return given(model)
+
+
+def with_a_buffer(rank: int) -> Given:
+    model = net()
+    model.register_buffer("table", torch.ones(3 + rank))
+    return given(model)
+
+
+def with_another_buffer(rank: int) -> Given:
+    model = net()
+    if rank:
+        model.register_buffer("table", torch.ones(3))
+    return given(model)
+
+
+def with_another_optimizer(rank: int) -> Given:
+    model = net()
+    return model, [torch.optim.SGD, torch.optim.AdamW][rank](model.parameters(), lr=0.1), {}
+
+
+def with_swapped_groups(rank: int) -> Given:
+    model = net()
+    members = list(model.parameters())
+    halves = [members[: len(members) // 2], members[len(members) // 2 :]]
+    groups = [{"params": halves[rank], "lr": 0.1}, {"params": halves[1 - rank], "lr": 0.2}]
+    return model, torch.optim.SGD(groups), {}
+
+
+def options(zeroth: dict[str, Any], other: dict[str, Any]) -> Callable[[int], Given]:
+    return lambda rank: given(net(), **[zeroth, other][rank])
+
+
+DIFFERENT: list[tuple[Callable[[int], Given], str, str]] = [
+    (options({"stage": 1}, {"stage": 2}), "stage=1", "stage=2"),
+    (options({"precision": "bf16"}, {}), "precision=Precision(parameters=torch.bfloat16", "parameters=None"),
+    (options({"offload": "auto"}, {}), "chooses_offload=True", "chooses_offload=False"),
+    (options({"offload": "cpu"}, {"offload": Offload(seed=1)}), "offload.seed=0", "offload.seed=1"),
+    (options({"offload": "cpu"}, {}), "offload.parameters='device'", "offload=None"),
+    (options({"weights": "/a"}, {}), "weights=", "no weights="),
+    (options({"clip_grad_norm": 1.0}, {}), "clip_grad_norm=1.0", "clip_grad_norm=None"),
+    (wider, "parameter first.weight (13, 7)", "parameter first.weight (14, 7)"),
+    (of_another_dtype, "torch.float32", "torch.float64"),
+    (with_another_parameter, "parameter first.weight", "parameter zzz"),
+    (partly_frozen, "last.bias (5,) torch.float32, trained", "last.bias (5,) torch.float32, frozen"),
+    (with_a_buffer, "buffer table (3,)", "buffer table (4,)"),
+    (with_another_buffer, "nothing more", "buffer table (3,)"),
+    (with_another_optimizer, "optimizer SGD", "optimizer AdamW"),
+    (with_swapped_groups, "trained, in group 0", "trained, in group 1"),
+]
+"""What ranks 0 and 1 are given, and words of the first fact that differs, of each."""
+
+
+@pytest.mark.parametrize(("give", "zeroth", "other"), DIFFERENT, ids=[other for *_, other in DIFFERENT])
+def test_what_all_ranks_must_share_is_a_fact_by_name(give: Callable[[int], Given], zeroth: str, other: str) -> None:
+    found = []
+    for rank in range(2):
+        model, optimizer, given_options = give(rank)
+        found.append(facts(model, optimizer, Config.parse(given_options), CPU))
+    difference = first_difference(*found)
+    assert difference is not None
+    assert zeroth in difference[0]
+    assert other in difference[1]
 
 
 def test_settings_of_the_optimizer_are_facts_by_value_and_not_by_device_or_address() -> None:
@@ -169,3 +243,13 @@ def test_ranks_that_agree_send_no_facts() -> None:
         for name in ("gather_objects", "from_rank_zero"):
             patch.delattr(Fabric, name)
         check_same_everywhere(model, torch.optim.AdamW(model.parameters()), Config(), fabric)
+
+
+@on_ranks(2)
+def test_ranks_that_were_told_can_shard_afterwards() -> None:
+    model = net()
+    with pytest.raises(zeroshard.DisagreementError, match="rank 0 has stage=1, rank 1 has stage=2"):
+        zeroshard.shard(model, sgd(model.parameters()), stage=1 + torch.distributed.get_rank(), stall_timeout=5)
+    model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=1)
+    train(model, optimizer, 0)
+    assert not torch.equal(zeroshard.full_state_dict(model)["first.weight"], net().first.weight)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
 from tests.matrix import Stages, in_stages
 from tests.models import Net, batch, net
 from tests.ranks import on_ranks
-from tests.training import STAGES, adamw, sgd, train
+from tests.training import STAGES, sgd, train
 from zeroshard.process_group import warn_of_gloo
 
 
@@ -310,98 +309,6 @@ def test_an_unknown_optimizer_trains_on_the_users_word(stages: Stages, kind: typ
 
 def test_an_optimizer_to_differentiate_through_is_refused() -> None:
     refuse(*built(lambda parameters: torch.optim.Adam(parameters, differentiable=True)), "differentiable=True")
-
-
-# -- ranks that disagree ----------------------------------------------------------------------------------------------
-
-
-def disagree(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], *needles: str, **options: Any) -> None:
-    """Every rank gets the error, and it names the rank and the cause."""
-    with pytest.raises(zeroshard.DisagreementError) as caught:
-        zeroshard.shard(model, make(model.parameters()), stall_timeout=5, **options)
-    for needle in ("rank 0", "rank 1", *needles):
-        assert needle in str(caught.value), needle
-
-
-@on_ranks(2)
-def test_ranks_with_different_options_are_told() -> None:
-    rank = dist.get_rank()
-    disagree(net(), sgd, "stage=2", "stage=3", stage=2 + rank)
-    disagree(net(), sgd, "clip_grad_norm=1.0", "clip_grad_norm=None", clip_grad_norm=[1.0, None][rank])
-    disagree(net(), sgd, "bfloat16", precision=["bf16", None][rank])
-
-
-@on_ranks(2)
-def test_ranks_with_different_models_are_told() -> None:
-    rank = dist.get_rank()
-    disagree(net(width=13 + rank), sgd, "first.weight", "(13, 7)", "(14, 7)")
-    disagree(net(depth=2 + rank), sgd)
-    disagree(net().to([torch.float32, torch.float64][rank]), sgd, "torch.float32", "torch.float64")
-
-
-@on_ranks(2)
-def test_ranks_with_another_number_of_parameters_are_told() -> None:
-    model = net()
-    if dist.get_rank() == 1:
-        model.zzz = nn.Parameter(torch.ones(3))
-    with pytest.raises(zeroshard.DisagreementError, match=r"rank 0.*rank 1"):
-        zeroshard.shard(model, sgd(model.parameters()), stall_timeout=5)
-
-
-@on_ranks(2)
-def test_ranks_that_freeze_different_parameters_are_told() -> None:
-    model = net()
-    model.last.bias.requires_grad_(dist.get_rank() == 0)
-    disagree(model, sgd, "last.bias", "trained", "frozen")
-
-
-@on_ranks(2)
-def test_ranks_with_different_optimizers_or_groups_are_told() -> None:
-    rank = dist.get_rank()
-    disagree(net(), [sgd, adamw][rank], "SGD", "AdamW")
-
-    def other_sizes(parameters: Any) -> torch.optim.Optimizer:
-        members = list(parameters)
-        return torch.optim.SGD([{"params": members[: 2 + rank]}, {"params": members[2 + rank :]}], lr=0.1)
-
-    disagree(net(), other_sizes)
-
-
-@on_ranks(2)
-def test_ranks_that_put_parameters_into_different_groups_of_equal_size_are_told() -> None:
-    rank = dist.get_rank()
-
-    def swapped(parameters: Any) -> torch.optim.Optimizer:
-        members = list(parameters)
-        halves = [members[: len(members) // 2], members[len(members) // 2 :]]
-        return torch.optim.SGD([{"params": halves[rank], "lr": 0.1}, {"params": halves[1 - rank], "lr": 0.2}])
-
-    disagree(net(), swapped)
-
-
-@on_ranks(2)
-def test_ranks_with_different_buffers_are_told() -> None:
-    model = net()
-    model.register_buffer("table", torch.ones(3 + dist.get_rank()))
-    disagree(model, sgd, "table")
-
-
-@on_ranks(2)
-def test_ranks_with_another_number_of_buffers_are_told() -> None:
-    model = net()
-    if dist.get_rank() == 1:
-        model.register_buffer("table", torch.ones(3))
-    with pytest.raises(zeroshard.DisagreementError, match=r"rank 0.*rank 1"):
-        zeroshard.shard(model, sgd(model.parameters()), stall_timeout=5)
-
-
-@on_ranks(2)
-def test_ranks_that_were_told_can_shard_afterwards() -> None:
-    model = net()
-    disagree(model, sgd, stage=1 + dist.get_rank())
-    model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=1)
-    train(model, optimizer, 0)
-    assert not torch.equal(zeroshard.full_state_dict(model)["first.weight"], net().first.weight)
 
 
 def test_tensor_parallelism_of_cuda_tensors_over_gloo_is_warned_of() -> None:
