@@ -8,8 +8,9 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 
 # Tests of one file stay in one worker, which has one pool of ranks. One thread each: threads that wait would spin.
+# torch looks up the name of every peer it connects to, so a resolver that loses a packet would hold a test up for 5 s.
 WORKERS ?= $(shell nproc)
-PYTEST   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST   = OMP_NUM_THREADS=1 RES_OPTIONS='timeout:1 attempts:1' $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all soak bench bench-adam bench-checkpoint lint format clean

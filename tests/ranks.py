@@ -155,6 +155,7 @@ def _serve(connection: Connection, path: list[str]) -> None:
 
     torch.set_num_threads(1)
     modules: dict[str, Any] = {}
+    server: dist.TCPStore | None = None
     while True:
         try:
             filename, name, arguments, group, notes, together, tells = pickle.loads(connection.recv_bytes())
@@ -178,7 +179,9 @@ def _serve(connection: Connection, path: list[str]) -> None:
             body = getattr(body, "__wrapped__", body)
             torch.manual_seed(0)
             _forget_meshes()
-            store = dist.PrefixStore(group.name, dist.TCPStore("localhost", group.port, is_master=False))
+            if server is None:  # connected to once: torch asks the resolver for the name of every peer
+                server = dist.TCPStore("localhost", group.port, is_master=False)
+            store = dist.PrefixStore(group.name, server)
             patience = timedelta(seconds=60)
             dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world, timeout=patience)
             value = body(**arguments)
