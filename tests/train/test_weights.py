@@ -93,6 +93,7 @@ def on_a_full_disk(folder: str) -> str:
             save_weights(Path(folder), CONFIG, model)
     dist.barrier()  # rank 0 clears up on its own
     assert not os.listdir(folder)
+    dist.barrier()  # before rank 0 fills it again
     save_weights(Path(folder), CONFIG, model)
     return str(raised.value)
 
