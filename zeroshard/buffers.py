@@ -79,7 +79,7 @@ class Buffers:
         if any(buffer.is_inference() for buffer in buffers):  # made by an evaluation
             make_ordinary(self._model)
         self._seen = [(weakref.ref(buffer), compat.version(buffer)) for buffer in buffers]
-        # Of integers alone, for others are hashed differently in every process; a bit less, for it is negated.
+        # Python hashes integers alike in every process. One bit less, so that the negative fits 64 bits too.
         self.shapes = hash(tuple((*buffer.shape, buffer.itemsize) for buffer in buffers)) >> 1
         # not by id(), which a new buffer may have from the one it replaced
         then = [(buffer(), version) for buffer, version in before]

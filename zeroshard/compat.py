@@ -323,6 +323,12 @@ def wrap_conversion(module: nn.Module, wrap: Callable[[Callable[..., nn.Module]]
     module._apply = wrap(module._apply)  # type: ignore[method-assign]
 
 
+def count_attributes(module: nn.Module) -> int:
+    """How many attributes a module has, without the one that ``wrap_conversion`` sets. Looks at none of them."""
+    attributes = vars(module)
+    return len(attributes) - ("_apply" in attributes)
+
+
 def prepare_for_writing(tensors: list[Tensor]) -> None:
     """Counts a write on each tensor, so that a backward through its old value raises as in plain torch."""
     if tensors:

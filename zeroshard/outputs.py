@@ -26,10 +26,10 @@ class LeftInAttributes:
         self._others: list[nn.Module] = []
         self._layers: list[tuple[nn.Module, int]] = []
         for module in modules:
-            public = _public(module)
-            settled = not any(value is None or isinstance(value, Tensor | list | dict) for value in public.values())
-            if type(module).__module__.startswith("torch.nn.") and settled:
-                self._layers.append((module, len(public)))
+            public = [value for name, value in vars(module).items() if name[0] != "_"]
+            open_to_others = any(value is None or isinstance(value, Tensor | list | dict) for value in public)
+            if type(module).__module__.startswith("torch.nn.") and not open_to_others:
+                self._layers.append((module, compat.count_attributes(module)))
             else:
                 self._others.append(module)
 
@@ -40,7 +40,7 @@ class LeftInAttributes:
         return self._others + [
             layer
             for layer, count in self._layers
-            if everywhere or len(_public(layer)) != count or compat.has_forward_hooks(layer)
+            if everywhere or compat.count_attributes(layer) != count or compat.has_forward_hooks(layer)
         ]
 
     def values(self) -> list[Any]:
@@ -51,11 +51,6 @@ class LeftInAttributes:
             for name, value in vars(module).items()
             if name[0] != "_" and isinstance(value, _KEPT)
         ]
-
-
-def _public(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, without those of torch and zeroshard."""
-    return {name: value for name, value in vars(module).items() if name[0] != "_"}
 
 
 def hook_outputs(output: Any, hook: Hook, whose: str) -> int:
