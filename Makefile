@@ -42,7 +42,7 @@ test-all: lint  ## lint, then all tests, also those that kill ranks, run whole j
 	$(PYTEST) $(ARGS)
 
 soak: $(READY)  ## kill ranks of a run 30 times and see that it ends with the bits of an unbroken one (several minutes)
-	$(BIN)/python -m tests.checkpoint.killing $(ARGS)
+	$(BIN)/python -m tests.storage.killing $(ARGS)
 
 # DeepSpeed is the one peer that torch does not bring. Without it the others are still compared, and the table says so.
 $(PEERS): $(READY)

@@ -17,8 +17,9 @@ import torch
 
 import zeroshard
 from zeroshard import Activations
+from zeroshard.config.job import ModelConfig
 from zeroshard.runtime import runtime_of
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.gpt import GPT
 
 GIB = 2**30
 WAYS = {"on the device": Activations(), "on the host": Activations(offload=True)}

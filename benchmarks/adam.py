@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from zeroshard.machine import Cpu, read_cpuinfo
 from zeroshard.offload.kernel import AdamRule, Pool, Segment, Simd
+from zeroshard.system.machine import Cpu, read_cpuinfo
 
 FACTOR = 0.5  # unscaling times clipping
 RULE = AdamRule(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, step=100)

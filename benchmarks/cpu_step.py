@@ -38,7 +38,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zeroshard
-from zeroshard.train.gpt import GPT, Block, ModelConfig
+from zeroshard.config.job import ModelConfig
+from zeroshard.train.gpt import GPT, Block
 
 LEARNING_RATE = 1e-4
 MAX_NORM = 1.0

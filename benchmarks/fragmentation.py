@@ -33,8 +33,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     import torch
 
     import zeroshard
-    from zeroshard import Activations, compat
-    from zeroshard.train.gpt import GPT, ModelConfig
+    from zeroshard import Activations
+    from zeroshard.config.job import ModelConfig
+    from zeroshard.system import compat
+    from zeroshard.train.gpt import GPT
 
     lengths = [1024, 640, 896, 512, 960, 768, 1008, 576]  # the longest first, so that the arena is in one block
     with compat.one_rank_of(arguments.world, 0):

@@ -23,7 +23,8 @@ from torch import Tensor
 
 import zeroshard
 from benchmarks.delayed_group import LINKS, DelayedGroup, delayed_world
-from zeroshard.train.gpt import GPT, Block, ModelConfig
+from zeroshard.config.job import ModelConfig
+from zeroshard.train.gpt import GPT, Block
 
 Step = Callable[[Tensor, Tensor], None]
 

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.train.data import Corpus, DataConfig
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.config.job import DataConfig, ModelConfig
+from zeroshard.train.data import Corpus
+from zeroshard.train.gpt import GPT
 
 BETAS = (0.9, 0.95)
 

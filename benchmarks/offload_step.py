@@ -22,8 +22,9 @@ from torch import Tensor
 
 import zeroshard
 from benchmarks.gpu_step import Step, plain
-from zeroshard.observe.trace import UPDATE
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.config.job import ModelConfig
+from zeroshard.system.trace import UPDATE
+from zeroshard.train.gpt import GPT
 
 BF16 = torch.bfloat16
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zeroshard.offload.options import Offload
+from zeroshard.config.job import ModelConfig
+from zeroshard.config.offload import Offload
 from zeroshard.plan.shape import Setup
-from zeroshard.train.gpt import ModelConfig
 
 BF16 = torch.bfloat16
 WAYS: dict[str, Offload | None] = {

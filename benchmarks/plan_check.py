@@ -34,10 +34,10 @@ import zeroshard
 from benchmarks.delayed_group import LINKS, DelayedGroup, delayed_world
 from benchmarks.plan_cases import Case, Measured, cases
 from benchmarks.plan_compare import Compared, Recommendation, as_json, compare, recommendations, show, verdicts
-from zeroshard import compat
-from zeroshard.plan import calibrate
+from zeroshard.calibrate import measure as calibrate
 from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.machine_profile import load
+from zeroshard.system import compat
 from zeroshard.train.gpt import GPT
 
 WARM, TIMED = 3, 6

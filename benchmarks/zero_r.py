@@ -23,8 +23,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard import Activations, compat
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard import Activations
+from zeroshard.config.job import ModelConfig
+from zeroshard.system import compat
+from zeroshard.train.gpt import GPT
 from zeroshard.train.tensor_parallel import parallelise
 
 GB = 1e9

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from zeroshard import compat
+from zeroshard.system import compat
 
 
 def live_storages() -> dict[int, int]:

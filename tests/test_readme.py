@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.cli.main import parser
-from zeroshard.train.job import presets
+from zeroshard.config.job import presets
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -1,25 +1,22 @@
 """zeroshard: train models that do not fit, from an unchanged PyTorch model and an unchanged training loop."""
 
-from .activations.checkpoint import checkpoint as _recomputed
 from .api import full_state_dict, gathered, no_sync, shard, stats, synchronize
-from .checkpoint.format import CheckpointError
-from .checkpoint.load import load
-from .checkpoint.save import save
-from .comm import DisagreementError
-from .config import Activations, Config, LossScale, Precision
-from .lane import StallError
-from .nonfinite import NonFiniteError
+from .comm.fabric import DisagreementError
+from .comm.lane import StallError
+from .comm.traffic import Traffic
+from .config.offload import Offload
+from .config.options import Activations, Config, LossScale, Precision
 from .observe.ledger import Memory, Stats
-from .observe.trace import Trace, trace
-from .offload.options import Offload
 from .offload.worker import OffloadError
-from .optimizer import ShardedOptimizer
-from .traffic import Traffic
+from .optim.nonfinite import NonFiniteError
+from .optim.optimizer import ShardedOptimizer
+from .recompute.checkpoint import checkpoint
+from .storage.format import CheckpointError
+from .storage.load import load
+from .storage.save import save
+from .system.trace import Trace, trace
 
 __version__ = "0.1.0"
-
-checkpoint = _recomputed
-"""Bound last: importing the package of that name, which saves and loads, binds the name to itself."""
 
 __all__ = [
     "Activations",

@@ -6,21 +6,23 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from . import compat, guards, machine, parallel, shortage
-from .comm import Fabric
-from .config import Config
-from .consistency import OF_ONE_RANK_OFFLOADING, check_same_everywhere
+from .comm import parallel
+from .comm.consistency import OF_ONE_RANK_OFFLOADING, check_same_everywhere
+from .comm.fabric import Fabric
+from .comm.process_group import start_process_group
+from .config.options import Config
 from .observe.ledger import Stats
 from .offload.rules import check_has_kernel
-from .optimizer import ShardedOptimizer
-from .process_group import start_process_group
+from .optim.optimizer import ShardedOptimizer
+from .optim.shardable import check_covers, check_elementwise
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
-from .shardable import check_covers, check_elementwise
+from .system import compat, machine
 
 if TYPE_CHECKING:
     from .plan.foresee import Advice, Foresight
@@ -69,8 +71,8 @@ def shard(
         )
     config, foresight = _consult_plan(model, optimizer, config, fabric)
     runtime = Runtime(model, optimizer, config, fabric)
-    guards.install(runtime)
-    shortage.install(runtime, foresight)
+    if foresight is not None:
+        runtime.shortage.suggest = partial(foresight.instead, runtime.stage, config.offload)
     if len(runtime.units) == 1 and fabric.world > 1 and fabric.rank == 0:
         warnings.warn(
             f"{type(model).__name__} has no repeated blocks, so it is one unit: nothing overlaps, and stage 3 gathers "
@@ -111,7 +113,7 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
             values[id(parameter)] = whole.to("cpu", copy=True)
     if not wanted:
         return {}
-    with guards.names_only(runtime):
+    with runtime.guards.names_only():
         names = model.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
     for name, value in names.items():

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from . import compat, parallel
-from .activations.arena import DeviceArena
-from .activations.checkpoint import Checkpoints
-from .activations.kept import Stores
-from .buffers import Buffers, make_ordinary
-from .comm import Fabric
-from .config import Config
-from .flat import Turns
-from .hook import NotCopyable
-from .layout import find_units
-from .materialise import adopt_values
-from .nonfinite import Faults
+from .comm import parallel
+from .comm.fabric import Fabric
+from .comm.traffic import Traffic
+from .config.layout import find_units
+from .config.options import Config
+from .config.table import state_table
+from .init.materialise import adopt_values
 from .observe.ledger import Ledger, Memory, Stats, measure_host
-from .offload.place import place_on_host
-from .optimizer import ShardedOptimizer
-from .placeholder import Placeholders
-from .precision import LossScaler
-from .reducer import Reducer
-from .schedule import Schedule
-from .table import state_table
-from .traffic import Traffic
-from .unit import Unit
+from .observe.shortage import Answer
+from .optim.loss_scale import LossScaler
+from .optim.nonfinite import Faults
+from .optim.optimizer import ShardedOptimizer
+from .optim.place import place_on_host
+from .recompute.arena import DeviceArena
+from .recompute.checkpoint import Checkpoints
+from .recompute.kept import Stores
+from .schedule.guards import Guards
+from .schedule.hooks import Schedule
+from .schedule.reducer import Reducer
+from .states.buffers import Buffers, make_ordinary
+from .states.flat import Flat, Turns
+from .states.placeholder import Placeholders
+from .states.unit import Unit
+from .system import compat
+from .system.hook import NotCopyable
 
 _ATTRIBUTE = "_zeroshard_runtime"
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -76,10 +79,6 @@ class Runtime(NotCopyable):
         self._host_traffic: dict[str, int] = {}
         self._checkpoint_traffic: dict[str, int] = {}
         self.optimizer: ShardedOptimizer | None = None
-        self.names_only = False
-        """See ``guards.names_only``."""
-        self.on_error: Callable[[Exception], None] | None = None
-        """Told of what a step raises; see ``shortage``."""
 
         turns = Turns()
         self.pipeline = place_on_host(self.units, optimizer, config, fabric, turns)
@@ -106,20 +105,19 @@ class Runtime(NotCopyable):
                 self.reducer.flats,
                 config=config,
                 fabric=fabric,
-                reducer=self.reducer,
-                schedule=self.schedule,
+                passes=self,
                 scaler=self.scaler,
                 pipeline=self.pipeline,
                 faults=self.faults,
-                before_step=self._before_step,
-                after_step=self._after_step,
-                on_error=self._failed,
             )
-        self._ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
+        self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._keep_activations()
         if self.arena is not None:
             for gradient in self.reducer.gradients:
                 gradient.live_in(self.arena)
+        self.guards = Guards(model, self.units, fabric.device, self.finish_updates)
+        title = f"rank {fabric.rank}, in stage {self.stage}"
+        self.shortage = Answer(model, self.units, self.ledger, title=title, device=fabric.device)
         object.__setattr__(model, _ATTRIBUTE, self)
         _runtimes.add(self)
 
@@ -147,10 +145,14 @@ class Runtime(NotCopyable):
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        """Waits for updates that are under way, so that parameters that are whole at rest can be read."""
+    def finish_updates(self) -> None:
+        """Waits for updates on the host, and publishes what a delayed one has made."""
         if self.optimizer is not None:
             self.optimizer.finish_host()
+
+    def synchronize(self) -> None:
+        """Waits for updates that are under way, so that parameters that are whole at rest can be read."""
+        self.finish_updates()
         for unit in self.units:
             for flat in unit.flats:
                 flat.wait_if_whole()
@@ -161,8 +163,8 @@ class Runtime(NotCopyable):
 
         Units that were present before, say because backward needs them, stay so.
         """
-        if write and self.optimizer is not None:
-            self.optimizer.finish_host()  # or a delayed update would come over what is written
+        if write:
+            self.finish_updates()  # or a delayed update would come over what is written
         absent = [unit for unit in units if not unit.present]
         try:
             for unit in units:
@@ -221,7 +223,7 @@ class Runtime(NotCopyable):
             host_memory=self._host_memory(),
             host_traffic=dict(self._host_traffic),
             checkpoint_traffic=dict(self._checkpoint_traffic),
-            memory_at_step=self._ledger.at_step(),
+            memory_at_step=self.ledger.at_step(),
             grad_norm=None if norm is None or compat.is_fake(norm) else float(norm),
             steps=0 if optimizer is None else optimizer.steps,
             skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
@@ -237,17 +239,33 @@ class Runtime(NotCopyable):
 
     def memory(self) -> Memory:
         """This rank's memory now, by kind."""
-        return self._ledger.now()
+        return self.ledger.now()
 
-    def _before_step(self) -> None:
+    # -- what a step asks of the passes around it (``optim.optimizer.Passes``) ------------------------------------
+
+    @property
+    def order(self) -> list[Flat]:
+        return self.reducer.order
+
+    def check_nothing_held(self, doing: str) -> None:
+        self.schedule.check_nothing_held(doing)
+
+    def agree(self) -> bool:
+        return self.reducer.agree()
+
+    def begin_step(self) -> None:
         self.placeholders.check()
-        self._ledger.note_step()
+        self.ledger.note_step()
 
-    def _failed(self, error: Exception) -> None:
-        if self.on_error is not None:
-            self.on_error(error)
+    def updated(self, outdated: Set[Flat]) -> None:
+        self.schedule.prepare_forward(outdated)
 
-    def _after_step(self) -> None:
+    def failed(self, error: Exception) -> None:
+        self.shortage.note(error)
+
+    def end_step(self) -> None:
+        self.reducer.clear()
+        self.schedule.forget_calls()
         self._buffers.follow_rank_zero()
         self._volume = self.fabric.meter.take()
         if self.pipeline is not None:

@@ -27,8 +27,8 @@ def test_the_largest_model_that_fits_is_found_within_the_margin(cap: int, monkey
 
 
 def test_the_configurations_are_those_of_the_presets() -> None:
-    from zeroshard.config import Config
-    from zeroshard.train.job import load_job
+    from zeroshard.config.job import load_job
+    from zeroshard.config.options import Config
 
     for name, options in zero_r.CONFIGURATIONS.items():
         config = Config.parse(load_job(f"zero-40b-{name.lower()}").shard)

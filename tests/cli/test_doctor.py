@@ -5,8 +5,8 @@ import pytest
 from zeroshard.cli import doctor
 from zeroshard.cli.doctor import Finding, Verdict
 from zeroshard.cli.main import main
-from zeroshard.machine import Amx
 from zeroshard.offload.library import Choice, Simd
+from zeroshard.system.machine import Amx
 
 
 def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:

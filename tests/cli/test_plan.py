@@ -15,9 +15,9 @@ from tests.cli.test_main import exit_code
 from tests.matrix import slow
 from zeroshard.cli.main import parser
 from zeroshard.cli.train import _overrides
-from zeroshard.config import Config
+from zeroshard.config.job import load_job
+from zeroshard.config.options import Config
 from zeroshard.plan.hardware import find_hardware
-from zeroshard.train.job import load_job
 
 HARDWARE = ("--gpus", "64", "--gpu-memory", "32", "--host-memory", "1500")
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "temporary")

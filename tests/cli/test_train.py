@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.matrix import slow
 from zeroshard.cli.main import main
-from zeroshard.train.job import load_job
+from zeroshard.config.job import load_job
 from zeroshard.train.weights import load_weights
 
 COMMAND = [sys.executable, "-m", "zeroshard", "train", "tiny", "--device", "cpu"]

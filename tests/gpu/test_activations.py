@@ -14,11 +14,12 @@ import zeroshard
 from tests.plan.dry import dry_gpt
 from tests.ranks import on_ranks
 from zeroshard import Activations
+from zeroshard.config.job import ModelConfig
 from zeroshard.plan.budget import budget
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
 from zeroshard.runtime import runtime_of
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.gpt import GPT
 from zeroshard.train.tensor_parallel import parallelise
 
 CONFIG = ModelConfig(layers=6, hidden=256, heads=4, sequence=128)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.checkpoint.runs import difference
 from tests.models import Block
 from tests.ranks import Pool
+from tests.storage.runs import difference
 from zeroshard import Offload
 
 BF16 = {"precision": "bf16"}
@@ -137,7 +137,7 @@ def test_two_ranks_that_share_the_device_load_what_one_saved(saved: str, loaded:
 
 
 def test_a_snapshot_is_pinned_and_used_again(tmp_path: Path) -> None:
-    from zeroshard.checkpoint.save import snapshots_of
+    from zeroshard.storage.save import snapshots_of
 
     run = Run(SETUPS["stage 2"])
     run.train(1)

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
 from tests.models import Net, net
-from zeroshard.comm import Fabric
-from zeroshard.lane import Lane
+from zeroshard.comm.fabric import Fabric
+from zeroshard.comm.lane import Lane
 
 STAGES = (0, 1, 2, 3)
 DEVICE = torch.device("cuda", 0)

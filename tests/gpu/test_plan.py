@@ -11,12 +11,13 @@ import torch
 
 import zeroshard
 from tests.gpu.test_one_process import fake_world
-from zeroshard.offload.options import Offload
+from zeroshard.config.job import ModelConfig
+from zeroshard.config.offload import Offload
 from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
 from zeroshard.plan.volume import volume
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.gpt import GPT
 
 JOBS = {
     "100M, checkpointed": (ModelConfig(layers=12, hidden=768, heads=12, sequence=1024, checkpointing=True), 8),

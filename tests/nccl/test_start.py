@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard
 from tests.models import batch
 from tests.nccl.processes import on_nccl, outputs, start
-from zeroshard.comm import Fabric
+from zeroshard.comm.fabric import Fabric
 
 TRAIN = [sys.executable, "-m", "zeroshard", "train", "tiny", "--device", "cuda"]
 WORLD = 2

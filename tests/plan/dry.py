@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.config.job import ModelConfig
 from zeroshard.plan.dryrun import DryRun, dry_run
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.gpt import GPT
 from zeroshard.train.tensor_parallel import parallelise
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.config.job import ModelConfig
+from zeroshard.train.gpt import GPT
 
 
 def gpt() -> nn.Module:

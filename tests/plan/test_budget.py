@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 import torch
 
-from zeroshard.config import Activations
-from zeroshard.offload.options import Offload
+from zeroshard.config.offload import Offload
+from zeroshard.config.options import Activations
 from zeroshard.plan.activations import paper_activations, transformer_activations
 from zeroshard.plan.budget import budget
 from zeroshard.plan.device_memory import Phase

@@ -10,15 +10,15 @@ from torch import nn
 
 from tests.matrix import quick, slow
 from tests.plan.dry import dry_gpt
-from zeroshard import machine
 from zeroshard.cli.main import main
-from zeroshard.offload.options import Offload
+from zeroshard.config.job import ModelConfig
+from zeroshard.config.offload import Offload
 from zeroshard.plan.budget import budget
 from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup
 from zeroshard.plan.volume import volume
-from zeroshard.train.gpt import ModelConfig
+from zeroshard.system import machine
 
 BILLIONS = ModelConfig(layers=4, hidden=12288, heads=96, sequence=512, vocabulary=256, checkpointing=True)
 

@@ -14,12 +14,13 @@ from torch import nn
 import zeroshard
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
-from zeroshard import machine
-from zeroshard.config import Config
-from zeroshard.offload.options import Offload
+from zeroshard.config.job import ModelConfig
+from zeroshard.config.offload import Offload
+from zeroshard.config.options import Config
 from zeroshard.plan.foresee import Advice, Foresight, Room
 from zeroshard.plan.machine_profile import calibrated_file, load
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.system import machine
+from zeroshard.train.gpt import GPT
 
 CONFIG = ModelConfig(layers=12, hidden=768, heads=12, sequence=512, vocabulary=50257, checkpointing=True)
 EXAMPLE = (torch.zeros(8, 512, dtype=torch.long, device="meta"),) * 2

@@ -16,13 +16,13 @@ from transformers.activations import ACT2FN
 
 import zeroshard
 from tests.matrix import quick
-from zeroshard import compat
 from zeroshard.plan.activations import transformer_activations
 from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.huggingface import ACTIVATIONS, HUGGINGFACE
 from zeroshard.plan.models import describe
 from zeroshard.plan.shape import Activation, Habits, Setup, Transformer
+from zeroshard.system import compat
 
 HIDDEN = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 300}
 LLAMA = HIDDEN | {"num_key_value_heads": 2, "head_dim": 48, "intermediate_size": 384}

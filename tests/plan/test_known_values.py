@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroshard import compat
 from zeroshard.plan.known_values import MOST_ELEMENTS, KnownValues
 from zeroshard.plan.trace import trace
+from zeroshard.system import compat
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 META = torch.device("meta")

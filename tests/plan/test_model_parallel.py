@@ -16,10 +16,11 @@ from torch import nn
 from tests.matrix import matrix, quick, slow
 from tests.plan.dry import dry_gpt
 from zeroshard import Activations
-from zeroshard.bounds import UPDATE_ELEMENTS
 from zeroshard.cli.main import main
-from zeroshard.config import Config
-from zeroshard.offload.options import Offload
+from zeroshard.config.bounds import UPDATE_ELEMENTS
+from zeroshard.config.job import ModelConfig, load_job
+from zeroshard.config.offload import Offload
+from zeroshard.config.options import Config
 from zeroshard.plan import dryrun
 from zeroshard.plan.activations import paper_activations
 from zeroshard.plan.budget import Budget, budget
@@ -28,8 +29,6 @@ from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.plan.models import from_config
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.volume import volume
-from zeroshard.train.gpt import ModelConfig
-from zeroshard.train.job import load_job
 
 BATCH = 16
 WAYS = {

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 
+from zeroshard.config.job import ModelConfig
 from zeroshard.plan.huggingface import HUGGINGFACE
 from zeroshard.plan.models import describe, find_model
 from zeroshard.plan.shape import ModelError, Setup
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.gpt import GPT
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000, "n_positions": 64},

@@ -14,7 +14,8 @@ from tests.matrix import matrix, slow
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from tests.storages import live_storages
-from zeroshard.offload.options import Offload
+from zeroshard.config.job import ModelConfig
+from zeroshard.config.offload import Offload
 from zeroshard.plan.activations import Activations
 from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.dryrun import dry_run
@@ -24,7 +25,7 @@ from zeroshard.plan.traced import Traced
 from zeroshard.plan.units import module_units
 from zeroshard.plan.volume import volume
 from zeroshard.runtime import runtime_of
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.train.gpt import GPT
 
 SMALL = ModelConfig(layers=3, hidden=128, heads=2, sequence=32, vocabulary=256)
 DEEP = ModelConfig(layers=6, hidden=64, heads=1, sequence=16, vocabulary=300, tied=False)

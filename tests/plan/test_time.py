@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.offload.options import Offload
+from zeroshard.config.offload import Offload
 from zeroshard.plan import time
 from zeroshard.plan.budget import budget
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.matrix import matrix
-from zeroshard import compat
-from zeroshard.config import Activations as Recomputed
+from zeroshard.config.job import ModelConfig
+from zeroshard.config.options import Activations as Recomputed
 from zeroshard.plan.activations import transformer_activations
 from zeroshard.plan.machine_profile import load
 from zeroshard.plan.models import from_config
@@ -21,7 +21,8 @@ from zeroshard.plan.traced import Traced
 from zeroshard.plan.unit_costs import work_of
 from zeroshard.plan.units import transformer_units
 from zeroshard.plan.volume import volume
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.system import compat
+from zeroshard.train.gpt import GPT
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

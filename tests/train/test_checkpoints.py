@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.forging import forge
+from tests.storage.forging import forge
+from zeroshard.config.job import Job, TrainConfig
 from zeroshard.train.checkpoints import AUTO, FOLDER, NEVER, Checkpoints, ResumeError, Start
-from zeroshard.train.job import Job, TrainConfig
 
 JOB = Job(name="small", train=TrainConfig(batch=4, lr=0.01, weight_decay=0.1, save_every=1))
 RANKS = 2

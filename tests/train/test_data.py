@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.train.data import Corpus, DataConfig, is_held_out, text_files
+from zeroshard.config.job import DataConfig
+from zeroshard.train.data import Corpus, is_held_out, text_files
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.train.gpt import GPT, ModelConfig, sample
+from zeroshard.config.job import ModelConfig
+from zeroshard.train.gpt import GPT, sample
 
 SMALL = ModelConfig(layers=2, hidden=32, heads=2, sequence=16)
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.config.job import ModelConfig
+from zeroshard.train.gpt import GPT
 from zeroshard.train.journal import Stopwatch
 from zeroshard.train.loop import lr_share, parameter_groups
 

@@ -8,8 +8,8 @@ import torch
 
 import zeroshard
 from zeroshard import Offload
-from zeroshard.train.gpt import GPT, ModelConfig
-from zeroshard.train.job import TrainConfig
+from zeroshard.config.job import ModelConfig, TrainConfig
+from zeroshard.train.gpt import GPT
 from zeroshard.train.observer import LEAST_STEPS_TO_TRACE, Observer, measured_step, traced_steps
 from zeroshard.train.paper import paper_offload_memory, paper_traffic
 

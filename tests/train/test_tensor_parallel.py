@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.ranks import on_ranks
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.config.job import ModelConfig
+from zeroshard.train.gpt import GPT
 from zeroshard.train.tensor_parallel import parallelise
 
 

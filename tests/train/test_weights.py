@@ -17,10 +17,11 @@ from torch import Tensor
 import zeroshard
 from tests.ranks import Pool
 from zeroshard import CheckpointError
-from zeroshard.checkpoint import agreement, output, shards
 from zeroshard.cli.main import main
+from zeroshard.config.job import ModelConfig
 from zeroshard.runtime import runtime_of
-from zeroshard.train.gpt import GPT, ModelConfig
+from zeroshard.storage import agreement, output, shards
+from zeroshard.train.gpt import GPT
 from zeroshard.train.weights import load_weights, save_weights
 
 CONFIG = ModelConfig(layers=3, hidden=32, heads=2, sequence=8, tied=False)

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zeroshard import machine
-from zeroshard.machine import Amx
-from zeroshard.offload.cores import share
-from zeroshard.offload.library import VARIABLE, Simd, choose
+from ..offload.cores import share
+from ..offload.library import VARIABLE, Simd, choose
+from ..system import machine
+from ..system.machine import Amx
 
 OLDEST_TORCH = (2, 11)
 SMALL_SHARED_MEMORY = 2**30  # bytes; NCCL's ranks on one node exchange data through /dev/shm

@@ -13,23 +13,23 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from zeroshard.config import Config
-from zeroshard.observe.ledger import Memory
-from zeroshard.plan.budget import WORKSPACE, Budget, budget
-from zeroshard.plan.device_memory import DeviceMemory
-from zeroshard.plan.dryrun import DryRun, dry_run
-from zeroshard.plan.models import from_config
-from zeroshard.plan.module import gathering
-from zeroshard.plan.placed import host_share, place
-from zeroshard.plan.shape import Setup
-from zeroshard.plan.units import transformer_units
-from zeroshard.plan.volume import Volume, volume
-from zeroshard.table import state_table
-from zeroshard.train.gpt import GPT
-from zeroshard.train.job import DEFAULT_PRESET, OFFLOAD_TO_HOST, Job, load_job, parse_override
-from zeroshard.train.loop import parameter_groups
-from zeroshard.train.paper import OnHost, PaperRow, paper_memory, paper_offload_memory, paper_volume
-from zeroshard.train.tensor_parallel import parallelise
+from ..config.job import DEFAULT_PRESET, OFFLOAD_TO_HOST, Job, load_job, parse_override
+from ..config.options import Config
+from ..config.table import state_table
+from ..observe.ledger import Memory
+from ..plan.budget import WORKSPACE, Budget, budget
+from ..plan.device_memory import DeviceMemory
+from ..plan.dryrun import DryRun, dry_run
+from ..plan.models import from_config
+from ..plan.module import gathering
+from ..plan.placed import host_share, place
+from ..plan.shape import Setup
+from ..plan.units import transformer_units
+from ..plan.volume import Volume, volume
+from ..train.gpt import GPT
+from ..train.loop import parameter_groups
+from ..train.paper import OnHost, PaperRow, paper_memory, paper_offload_memory, paper_volume
+from ..train.tensor_parallel import parallelise
 
 DESCRIPTION = """\
 Run rank r of a world of N for a few steps on this machine: the real runtime with the real shapes, and

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from zeroshard.checkpoint.export import export
-from zeroshard.checkpoint.format import CheckpointError, InvalidIndexError
-from zeroshard.checkpoint.shards import SHARD_BYTES
-from zeroshard.checks import DTYPES
+from ..config.checks import DTYPES
+from ..storage.export import export
+from ..storage.format import CheckpointError, InvalidIndexError
+from ..storage.shards import SHARD_BYTES
 
 DESCRIPTION = """\
 Write a checkpoint's model as safetensors that transformers and PEFT load: shards, index and

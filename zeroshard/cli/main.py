@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zeroshard.cli import doctor, dryrun, export, plan, train
+from . import doctor, dryrun, export, plan, train
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,19 +13,20 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from zeroshard import machine
-from zeroshard.checks import DTYPES
-from zeroshard.config import Activations, Config
-from zeroshard.plan import as_json, calibrate, choice, paper_table, report
-from zeroshard.plan.choice import Row
-from zeroshard.plan.hardware import MOST, Hardware, find_hardware
-from zeroshard.plan.machine_profile import calibrated_file
-from zeroshard.plan.models import Subject, find_model
-from zeroshard.plan.module import gathering
-from zeroshard.plan.scale import ScalePoint, cost, doubling, scale
-from zeroshard.plan.shape import Setup
-from zeroshard.plan.traced import Traced
-from zeroshard.process_group import end_process_group, start_process_group
+from ..calibrate import measure as calibrate
+from ..comm.process_group import end_process_group, start_process_group
+from ..config.checks import DTYPES
+from ..config.options import Activations, Config
+from ..plan import as_json, choice, paper_table, report
+from ..plan.choice import Row
+from ..plan.hardware import MOST, Hardware, find_hardware
+from ..plan.machine_profile import calibrated_file
+from ..plan.models import Subject, find_model
+from ..plan.module import gathering
+from ..plan.scale import ScalePoint, cost, doubling, scale
+from ..plan.shape import Setup
+from ..plan.traced import Traced
+from ..system import machine
 
 DESCRIPTION = """\
 Say what fits and how fast it is, for every ZeRO stage and offload: memory of one rank by kind,

@@ -11,14 +11,8 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from zeroshard.checkpoint.folder import candidates
-from zeroshard.checkpoint.format import CheckpointError
-from zeroshard.checks import DTYPES
-from zeroshard.config import AUTO
-from zeroshard.machine import ensure_bf16_matmul, usable_cores
-from zeroshard.train.checkpoints import AUTO as AUTO_RESUME
-from zeroshard.train.checkpoints import FOLDER, NEVER
-from zeroshard.train.job import (
+from ..config.checks import DTYPES
+from ..config.job import (
     DEFAULT_PRESET,
     DEVICES,
     NONE,
@@ -29,10 +23,16 @@ from zeroshard.train.job import (
     presets,
     resolve_device,
 )
-from zeroshard.train.launch import Nodes, launch, under_torchrun
-from zeroshard.train.loop import train
-from zeroshard.train.observer import LEAST_STEPS_TO_TRACE
-from zeroshard.train.weights import earlier_weights
+from ..config.options import AUTO
+from ..storage.folder import candidates
+from ..storage.format import CheckpointError
+from ..system.machine import ensure_bf16_matmul, usable_cores
+from ..train.checkpoints import AUTO as AUTO_RESUME
+from ..train.checkpoints import FOLDER, NEVER
+from ..train.launch import Nodes, launch, under_torchrun
+from ..train.loop import train
+from ..train.observer import LEAST_STEPS_TO_TRACE
+from ..train.weights import earlier_weights
 
 DESCRIPTION = """\
 Train a GPT from a TOML configuration: by default a byte-level one on the source files of

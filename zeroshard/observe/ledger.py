@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 
 from torch import Tensor, nn
 
-from .. import compat
+from ..comm.traffic import Traffic
+from ..config.table import Place
 from ..offload.pipeline import Pipeline
-from ..piece_states import PieceStates
-from ..table import Place
-from ..traffic import Traffic
-from ..unit import Unit
+from ..optim.piece_states import PieceStates
+from ..states.unit import Unit
+from ..system import compat
 
 
 @dataclass(frozen=True)

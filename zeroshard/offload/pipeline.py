@@ -22,13 +22,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .. import compat, machine
-from ..observe import trace
+from ..config.offload import Offload
+from ..system import compat, machine, trace
 from .arena import Arena, aligned
 from .cores import share
 from .dry import DryPool, DryWorker
 from .kernel import Batch, Pool, Rule, run_together
-from .options import Offload
 from .ring import Ring
 from .states import HostBytes, HostStates
 from .worker import POLL_SECONDS, Worker

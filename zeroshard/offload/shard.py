@@ -7,8 +7,7 @@ from collections.abc import Callable, Container, Sequence
 import torch
 from torch import Tensor
 
-from .. import compat
-from ..observe import trace
+from ..system import compat, trace
 from .kernel import Batch, Rule
 from .landed import LandedGradient
 from .pipeline import Factor, Pipeline, Publication

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..config.offload import Offload
 from .arena import Arena, aligned
-from .options import Offload
 
 
 class HostPiece(NamedTuple):

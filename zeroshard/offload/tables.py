@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import compat
+from ..system import compat
 from .kernel import Batch, Pool, Segment
 from .states import HostPiece, HostStates
 

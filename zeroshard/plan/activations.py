@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..activations.part import part_of
-from ..bounds import ON_THEIR_WAY
+from ..config.bounds import ON_THEIR_WAY
 from ..offload.arena import aligned
+from ..recompute.part import part_of
 from .shape import Setup, Transformer
 
 PAPER_TENSORS = 12
@@ -63,7 +63,7 @@ class CheckpointShape(NamedTuple):
 def checkpoint_shape(model: Transformer, setup: Setup) -> CheckpointShape:
     """Of what goes from block to block.
 
-    >>> from ..config import Activations
+    >>> from ..config.options import Activations
     >>> gpt = Transformer(layers=2, hidden=64, heads=4, vocabulary=256)
     >>> setup = Setup(stage=2, model_parallel=4, sequence=15, activations=Activations(partition=True))
     >>> checkpoint_shape(gpt, setup)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ..activations.arena import WITHOUT_END, Space, padded
+from ..recompute.arena import WITHOUT_END, Space, padded
 
 MICRO_BATCHES = 2
 """More of them need no more: from the second on, all gradients have their place when the first checkpoint comes."""

@@ -8,7 +8,7 @@ this rank's part from the host, and then all parts from the ranks that share the
 
 from __future__ import annotations
 
-from ..bounds import ON_THEIR_WAY
+from ..config.bounds import ON_THEIR_WAY
 from .machine_profile import Machine
 from .ring import Ring
 from .shape import Setup, Transformer, Work

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from ..config import STAGE_3_ONLY, Activations
-from ..offload.options import Offload
+from ..config.offload import Offload
+from ..config.options import STAGE_3_ONLY, Activations
 from .budget import WORKSPACE, Budget, budget
 from .hardware import Hardware
 from .models import Subject

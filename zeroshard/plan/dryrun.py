@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .. import compat
 from ..api import shard, stats
-from ..config import AUTO
-from ..flat import Flat
+from ..comm.traffic import Traffic
+from ..config.offload import Offload
+from ..config.options import AUTO
 from ..observe.ledger import Memory
-from ..offload.options import Offload
-from ..offload.place import room_for_states
+from ..optim.place import room_for_states
 from ..runtime import Runtime, runtime_of
-from ..traffic import Traffic
+from ..states.flat import Flat
+from ..system import compat
 
 STEPS = 3
 """The first two steps learn the order of units and make the optimizer's states; one more looks at the peak by kind."""

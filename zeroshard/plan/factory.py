@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import nearest
-from ..config import Activations as Recomputed
+from ..config.checks import nearest
+from ..config.options import Activations as Recomputed
 from .known_values import KnownValues
 from .shape import ModelError, Setup
 from .trace import samples_of, tokens_of, trace

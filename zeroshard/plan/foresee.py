@@ -14,15 +14,16 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 
-from .. import machine as facts
-from ..config import Config
+from ..comm.parallel import local
+from ..config.offload import Offload
+from ..config.options import Config
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
-from ..offload.options import Offload
-from ..parallel import local
+from ..system import machine as facts
+from ..system.sizes import size_text
 from .choice import Row, Variant, recommend, shard_options, variants
 from .device_memory import KINDS, DeviceMemory
-from .hardware import GB, Hardware, profile_of
+from .hardware import Hardware, profile_of
 from .memory import STATES_SHARE
 from .module import has_kernel, known, setup_of
 from .trace import tokens_of
@@ -291,13 +292,3 @@ def _change(row: Row) -> tuple[bool, bool, int]:
     offload = row.setup.offload
     exact = offload is None or (offload.moments is torch.float32 and not offload.update_in_backward)
     return offload is not None, not exact, row.setup.stage
-
-
-def size_text(size: float) -> str:
-    """Bytes as one reads them.
-
-    >>> size_text(31.44e9), size_text(2e6)
-    ('31.4 GB', '2 MB')
-    """
-    unit, name = next(((u, n) for u, n in ((GB, "GB"), (1e6, "MB")) if size >= 0.9995 * u), (1e3, "KB"))
-    return f"{size / unit:.3g} {name}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import machine as here
+from ..system import machine as here
 from .machine_profile import Machine, calibrated_file, load, names
 
 GB = 1e9

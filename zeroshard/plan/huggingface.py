@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checks import nearest
+from ..config.checks import nearest
 from .shape import MOST_LAYERS, Activation, Habits, ModelError, Transformer
 
 MOST = 1 << 31

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
+from ..system import compat
 
 MOST_ELEMENTS = 1 << 24
 """A tensor with more is not computed."""

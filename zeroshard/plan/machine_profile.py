@@ -14,8 +14,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .. import machine as facts
-from ..checks import nearest
+from ..config.checks import nearest
+from ..system import machine as facts
 
 FOLDER = Path(__file__).parent / "machines"
 DEVICE_UPDATE_BYTES = 77

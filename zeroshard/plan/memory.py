@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..offload.options import Offload
-from ..table import Extent, state_table
+from ..config.offload import Offload
+from ..config.table import Extent, state_table
 
 STATES_SHARE = 0.7
 """Model states may take this share of a device; the rest is for activations and buffers, where these are not known."""

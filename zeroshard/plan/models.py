@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..checks import nearest
-from ..config import Activations as Recomputed
-from ..train.gpt import ModelConfig
-from ..train.job import JobError, load_job, presets
+from ..config.checks import nearest
+from ..config.job import JobError, ModelConfig, load_job, presets
+from ..config.options import Activations as Recomputed
 from .factory import Factory
 from .huggingface import HUGGINGFACE, Reader, described, read_config
 from .shape import MOST_LAYERS, ModelError, Setup, Transformer

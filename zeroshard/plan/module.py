@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checks import DTYPES
-from ..config import Config
-from ..layout import ROOT, ROOT_TITLE
+from ..comm.parallel import mesh_of
+from ..config.checks import DTYPES
+from ..config.layout import ROOT, ROOT_TITLE
+from ..config.options import Config
 from ..offload.rules import check_has_kernel
-from ..parallel import mesh_of
 from .activations import Activations
 from .memory import state_tensors
 from .models import describe

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ..offload.options import Offload
+from ..config.offload import Offload
 from .machine_profile import Machine, load
 from .memory import StateBytes
 from .paper_devices import (

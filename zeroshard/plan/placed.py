@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+from ..config.table import Extent, state_table
 from ..offload.placement import stay_on_device, stay_within
-from ..table import Extent, state_table
 from .shape import Setup
 from .units import FlatShape, UnitShape
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .. import compat
-from ..bounds import ON_THEIR_WAY
-from ..config import Activations
+from ..config.bounds import ON_THEIR_WAY
+from ..config.options import Activations
 from ..offload.arena import aligned
+from ..system import compat
 
 
 class Recomputing:

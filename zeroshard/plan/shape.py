@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..config import Activations
-from ..offload.options import Offload
+from ..config.offload import Offload
+from ..config.options import Activations
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 

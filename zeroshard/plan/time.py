@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import chain, islice
 
-from ..bounds import IN_FLIGHT
+from ..config.bounds import IN_FLIGHT
 from ..offload.pipeline import LANDING
 from .checkpoint_time import checkpoint_time
 from .machine_profile import Machine

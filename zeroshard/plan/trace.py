@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from .. import compat
-from ..checks import DTYPES
-from ..config import Activations as Recomputed
-from ..layout import UnitSpec, find_units
+from ..config.checks import DTYPES
+from ..config.layout import UnitSpec, find_units
+from ..config.options import Activations as Recomputed
+from ..system import compat
 from .activations import Activations
 from .known_values import KnownValues
 from .recomputing import Recomputing

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from ..offload.options import Offload
+from ..config.offload import Offload
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine
 from .ring import Ring, ring
 from .shape import Setup, Transformer, Work

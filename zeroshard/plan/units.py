@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layout import ALIGNMENT, divide_into_flats, find_units, round_up
-from ..parallel import divided, local_numel, share_numel
+from ..comm.parallel import divided, local_numel, share_numel
+from ..config.layout import ALIGNMENT, divide_into_flats, find_units, round_up
 from .shape import Setup, Transformer
 
 

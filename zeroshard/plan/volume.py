@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..table import Extent, state_table
+from ..config.table import Extent, state_table
 from .activations import checkpoint_shape
 from .placed import place
 from .shape import Setup, Transformer

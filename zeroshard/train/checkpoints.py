@@ -10,11 +10,12 @@ from typing import Any, Self
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.background import Saving, abandon_all
-from zeroshard.checkpoint.folder import candidates
-from zeroshard.checkpoint.load import read_extra
-from zeroshard.runtime import runtime_of
-from zeroshard.train.job import Job
+
+from ..config.job import Job
+from ..runtime import runtime_of
+from ..storage.background import Saving, abandon_all
+from ..storage.folder import candidates
+from ..storage.load import read_extra
 
 FOLDER = "checkpoints"
 AUTO, NEVER = "auto", "never"

@@ -14,31 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..config.job import DataConfig
+
 END_OF_FILE = b"\0"  # stands after every file; no text contains it
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})  # differ from machine to machine
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on: the `[data]` table of a configuration."""
-
-    folder: str = ""
-    """A folder of text files; empty for the Python standard library's source."""
-    suffixes: tuple[str, ...] = (".py",)
-    """Only files whose names end so are read."""
-    held_out: float = 0.05
-    """The share of files kept for evaluation."""
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Return (key, what is wrong with it) for every value that makes no corpus."""
-        found = []
-        if self.folder and not Path(self.folder).is_dir():
-            found.append(("folder", f"no such folder: {self.folder}"))
-        if not self.suffixes:
-            found.append(("suffixes", "must name at least one, for example ['.txt']"))
-        if not 0 < self.held_out < 1:
-            found.append(("held_out", f"must be between 0 and 1, is {self.held_out}"))
-        return found
 
 
 @dataclass(frozen=True)

@@ -6,55 +6,15 @@ none initialises those of another, so that a model built on the meta device can 
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..config.job import ModelConfig
+
 INIT_STD = 0.02  # GPT-2's
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The shape of a GPT: the `[model]` table of a configuration."""
-
-    layers: int = 6
-    hidden: int = 384
-    heads: int = 6
-    sequence: int = 256
-    """Longest context in tokens; there is one learned position for each."""
-    vocabulary: int = 256
-    """256 for bytes. A larger one is allowed (the corpus then leaves the rest unused), a smaller one is not."""
-    tied: bool = True
-    """The head is the transposed token embedding, which saves vocabulary × hidden parameters."""
-    checkpointing: bool = False
-    """Keep one tensor a block from forward to backward and recompute the rest: 33% more compute, far less memory."""
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Return (key, what is wrong with it) for every value that makes no model."""
-        found = [
-            (key, f"must be at least 1, is {value}")
-            for key in ("layers", "hidden", "heads", "sequence")
-            if (value := getattr(self, key)) < 1
-        ]
-        if self.vocabulary < 256:
-            found.append(("vocabulary", f"must be at least 256, as the corpus is bytes; is {self.vocabulary}"))
-        if self.heads >= 1 and self.hidden % self.heads:
-            found.append(("heads", f"must divide hidden = {self.hidden}, is {self.heads}"))
-        return found
-
-    @property
-    def parameters(self) -> int:
-        """Return Ψ without building the model: 12 · layers · hidden² and the lower-order terms.
-
-        >>> ModelConfig(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=50257).parameters
-        1557611200
-        """
-        block = 12 * self.hidden**2 + 13 * self.hidden
-        embeddings = (self.vocabulary * (1 if self.tied else 2) + self.sequence) * self.hidden
-        return self.layers * block + embeddings + 2 * self.hidden
 
 
 class Linear(nn.Linear):

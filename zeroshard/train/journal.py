@@ -9,9 +9,9 @@ from typing import Self
 
 from rich.console import Console
 
-from zeroshard.observe.ledger import Stats
-from zeroshard.train.progress import StepReport, TrainingProgress
-from zeroshard.train.summary import Offloaded, Outcome, StateBytes
+from ..observe.ledger import Stats
+from .progress import StepReport, TrainingProgress
+from .summary import Offloaded, Outcome, StateBytes
 
 
 class Stopwatch:

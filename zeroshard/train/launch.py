@@ -13,8 +13,8 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from zeroshard.machine import usable_cores
-from zeroshard.train.checkpoints import BY_SIGNAL, STOP_FILE
+from ..system.machine import usable_cores
+from .checkpoints import BY_SIGNAL, STOP_FILE
 
 SAVING_SECONDS = 300
 INTERRUPTED = 128 + signal.SIGINT  # the shell's exit code for a command ended by Ctrl-C

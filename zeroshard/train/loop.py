@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.machine import available_memory, device_of_rank, usable_cores
-from zeroshard.process_group import start_process_group
-from zeroshard.train.checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
-from zeroshard.train.data import Corpus
-from zeroshard.train.gpt import GPT, sample
-from zeroshard.train.job import Job, resolve_device
-from zeroshard.train.journal import Journal
-from zeroshard.train.observer import Observer
-from zeroshard.train.progress import rank_zero_console, say
-from zeroshard.train.summary import closing_table
-from zeroshard.train.tensor_parallel import parallelise
-from zeroshard.train.weights import load_weights, save_weights
+
+from ..comm.process_group import start_process_group
+from ..config.job import Job, resolve_device
+from ..system.machine import available_memory, device_of_rank, usable_cores
+from .checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
+from .data import Corpus
+from .gpt import GPT, sample
+from .journal import Journal
+from .observer import Observer
+from .progress import rank_zero_console, say
+from .summary import closing_table
+from .tensor_parallel import parallelise
+from .weights import load_weights, save_weights
 
 PROMPT = b"import "
 LOWEST_LR = 0.1  # of the highest; where the cosine ends

@@ -12,14 +12,15 @@ from typing import Self
 from torch import nn
 
 import zeroshard
-from zeroshard.observe.ledger import Stats
-from zeroshard.observe.trace import COPIES, Trace
-from zeroshard.offload.pipeline import Pipeline
-from zeroshard.runtime import runtime_of
-from zeroshard.table import state_table
-from zeroshard.train.job import TrainConfig
-from zeroshard.train.paper import OnHost, shared_by
-from zeroshard.train.summary import Offloaded, StateBytes
+
+from ..config.job import TrainConfig
+from ..config.table import state_table
+from ..observe.ledger import Stats
+from ..offload.pipeline import Pipeline
+from ..runtime import runtime_of
+from ..system.trace import COPIES, Trace
+from .paper import OnHost, shared_by
+from .summary import Offloaded, StateBytes
 
 TRACED_STEPS = 3
 LEAST_STEPS_TO_TRACE = 4  # one that pays for set-up, one to trace, one to measure, and an evaluation between any two

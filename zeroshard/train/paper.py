@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from zeroshard.offload.options import Offload
-from zeroshard.offload.pipeline import HIGH_HALVES, RING
-from zeroshard.table import Extent, state_table
+from ..config.offload import Offload
+from ..config.table import Extent, state_table
+from ..offload.pipeline import HIGH_HALVES, RING
 
 MOMENTS = 8  # bytes a parameter: Adam's momentum and variance in fp32
 MASTER = 4  # bytes a parameter: the fp32 copy behind 16-bit parameters

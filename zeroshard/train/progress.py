@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from zeroshard.train.summary import StateBytes
+from .summary import StateBytes
 
 
 @dataclass(frozen=True, kw_only=True)

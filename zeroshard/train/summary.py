@@ -6,17 +6,9 @@ from typing import NamedTuple, Self
 
 from rich.table import Table
 
-from zeroshard.observe.ledger import Memory
-from zeroshard.table import state_table
-from zeroshard.train.paper import (
-    OnHost,
-    PaperRow,
-    paper_memory,
-    paper_offload_memory,
-    paper_traffic,
-    paper_volume,
-    shared_by,
-)
+from ..config.table import state_table
+from ..observe.ledger import Memory
+from .paper import OnHost, PaperRow, paper_memory, paper_offload_memory, paper_traffic, paper_volume, shared_by
 
 
 class StateBytes(NamedTuple):

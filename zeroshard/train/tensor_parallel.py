@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from zeroshard.train.gpt import GPT
-from zeroshard.train.vocabulary import DividedLoss
+from .gpt import GPT
+from .vocabulary import DividedLoss
 
 PLAN: dict[str, ParallelStyle] = {
     "tokens": RowwiseParallel(input_layouts=Replicate()),

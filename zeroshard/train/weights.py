@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.agreement import on_rank_zero
-from zeroshard.checkpoint.format import CheckpointError
-from zeroshard.checkpoint.output import WEIGHTS as LIKE_WEIGHTS
-from zeroshard.checkpoint.output import Output
-from zeroshard.checkpoint.shards import SHARD_BYTES, Shards, Whole, as_json
-from zeroshard.guards import names_only
-from zeroshard.runtime import runtime_of
-from zeroshard.train.gpt import GPT, ModelConfig
+from ..config.job import ModelConfig
+from ..runtime import runtime_of
+from ..storage.agreement import on_rank_zero
+from ..storage.format import CheckpointError
+from ..storage.output import WEIGHTS as LIKE_WEIGHTS
+from ..storage.output import Output
+from ..storage.shards import SHARD_BYTES, Shards, Whole, as_json
+from .gpt import GPT
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -65,7 +65,7 @@ def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_byte
     model. What goes wrong is raised on all ranks.
     """
     runtime = runtime_of(model)
-    with names_only(runtime):
+    with runtime.guards.names_only():
         names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     parameters = [parameter for unit in runtime.units for flat in unit.flats for parameter in flat.parameters]
     assert len(parameters) == len(names), "the GPT has no buffers in its state dict, and no parameter under two names"

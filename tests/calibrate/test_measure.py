@@ -1,0 +1,109 @@
+"""Measuring the machine at hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.calibrate import launching
+from zeroshard.calibrate import measure as measuring
+from zeroshard.calibrate.block_speed import GPU_SIZES, Pass, Size, Speed, fit
+from zeroshard.calibrate.host_update import HostUpdate, Repeated
+from zeroshard.calibrate.measure import Calibration, calibrate, toml, write
+from zeroshard.plan.machine_profile import Launch, load
+from zeroshard.plan.shape import Setup, Transformer
+from zeroshard.plan.time import step_time
+
+
+@pytest.fixture(scope="module")
+def here() -> Calibration:
+    return calibrate(torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured_in_under_a_minute(here: Calibration) -> None:
+    assert here.seconds < 60
+    keys = {"device.efficiency", "device.half_work", "device.traffic", "device.bandwidth", "host.bandwidth"}
+    assert keys <= here.measured
+    assert not any(key.startswith(("inside", "between")) for key in here.measured)  # there is one rank
+    assert here.machine.inside == load("cpu").inside
+
+
+@pytest.mark.slow
+def test_a_measured_profile_loads_and_plans(here: Calibration, tmp_path: Path) -> None:
+    machine = load(write(here, tmp_path / "mine.toml"))
+    assert machine.host.bandwidth == pytest.approx(here.machine.host.bandwidth, rel=1e-3)
+    small = Transformer(layers=6, hidden=384, heads=6, vocabulary=256, positions=256)
+    setup = Setup(stage=0, precision="fp32", batch=2, sequence=256, checkpointing=False)
+    assert 0.001 < step_time(small, setup, machine).total < 10
+
+
+@pytest.mark.slow
+def test_the_file_says_what_was_measured_and_what_was_kept(here: Calibration) -> None:
+    text = toml(here)
+    assert "# measured" in text
+    assert "# kept from 'cpu'" in text
+
+
+@pytest.mark.slow
+def test_a_profile_is_a_toml_file(here: Calibration, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ends in \.toml, not 'mine'"):
+        write(here, tmp_path / "mine")
+
+
+def pass_at(speed: Speed, size: Size) -> Pass:
+    one = Pass(size, 4, 1024, 1.0)
+    products = one.flops / speed.rate * (1 + speed.half_work / size.work)
+    return one._replace(seconds=products + one.written * speed.write_seconds)
+
+
+def test_the_fit_finds_what_products_and_memory_take() -> None:
+    speed = Speed(rate=6e14, half_work=1e9, write_seconds=1.2e-12)
+    found = fit([pass_at(speed, size) for size in GPU_SIZES])
+    assert found == pytest.approx(speed, rel=1e-6)
+
+
+def test_the_fit_survives_noise() -> None:
+    speed = Speed(rate=6e14, half_work=1e6, write_seconds=1e-15)
+    passes = [pass_at(speed, size) for size in GPU_SIZES]
+    noise = (1.0, 1.3, 0.8, 1.1, 0.9)
+    found = fit([one._replace(seconds=one.seconds * factor) for one, factor in zip(passes, noise, strict=True)])
+    assert found.rate == pytest.approx(6e14, rel=0.4)
+    assert found.half_work >= 1
+    assert found.write_seconds >= 0
+
+
+def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert measuring.nearest_profile(torch.device("cuda")) == (load("h100"), True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    assert measuring.nearest_profile(torch.device("cuda")) == (load("a100"), False)
+
+
+@pytest.mark.slow
+def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "DEPTHS", (2, 10))
+    monkeypatch.setattr(launching, "TURNS", 4)
+    with HostUpdate(torch.device("cpu"), 1 << 16) as update:
+        crowd = Repeated(update)
+        found = launching.launch_seconds(torch.device("cpu"), crowd)
+    assert crowd.taken, "the host was at work"
+    assert set(found) == {f"launch.{entry.name}" for entry in fields(Launch)}
+    assert min(found.values()) >= 0
+    assert min(found["launch.crowded"], found["launch.interrupted"]) >= 1
+    assert 0 < found["launch.forward"] < 1
+    assert measuring.with_values(load("h200"), found).launch.forward == found["launch.forward"]
+
+
+def test_what_goes_wrong_beside_a_measurement_is_raised_where_it_ends() -> None:
+    class Broken(HostUpdate):
+        def run(self) -> None:
+            raise ArithmeticError("the kernel is ill")
+
+    with Broken(torch.device("cpu"), 1 << 10) as update:
+        crowd = Repeated(update)
+        with pytest.raises(ArithmeticError, match="ill"), crowd:
+            pass

@@ -1,0 +1,562 @@
+"""Activation checkpoints: recomputed, divided among tensor-parallel ranks, on the host, and the same training."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import zeroshard
+from tests.models import net
+from tests.ranks import on_ranks
+from tests.training import STAGES, adamw
+from zeroshard import Activations
+from zeroshard.config.table import Place
+from zeroshard.recompute.kept import Kept
+from zeroshard.runtime import runtime_of
+
+PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+
+
+class Block(nn.Module):
+    """With dropout, whose random numbers must come again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.down(F.dropout(torch.relu(self.up(self.norm(x))), 0.3, self.training))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 10, depth: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.last = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.last(x)
+
+
+def mesh_of(data: int, model: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (data, model), mesh_dim_names=("dp", "tp"))
+
+
+def build(mesh: DeviceMesh | None, width: int = 10) -> Net:
+    torch.manual_seed(1)
+    model = Net(width)
+    if mesh is not None:
+        parallelize_module(model, mesh["tp"], PLAN)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, steps: int = 3, rows: int = 6) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + index)  # of dropout: tensor-parallel ranks have halves of different matrices
+        x = torch.randn(rows, 7, generator=torch.Generator().manual_seed(1000 * step + index))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(mesh: DeviceMesh | None, width: int = 10, **options: Any) -> tuple[list[float], dict[str, Tensor], Any]:
+    model = build(mesh, width)
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), **options)
+    index = dist.get_rank() if mesh is None else mesh["dp"].get_local_rank()
+    losses = train(model, optimizer, index)
+    return losses, zeroshard.full_state_dict(model), model
+
+
+def assert_same_bits(ours: tuple[Any, ...], theirs: tuple[Any, ...], what: object) -> None:
+    assert ours[0] == theirs[0], what
+    different = [name for name in ours[1] if not torch.equal(ours[1][name], theirs[1][name])]
+    assert not different, f"{what}: {different}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_divided_and_offloaded_checkpoints_change_no_bit(stage: int) -> None:
+    mesh = mesh_of(2, 2)
+    plain = trained(mesh, stage=stage)
+    for options, arena in (
+        (Activations(), False),
+        (Activations(), True),
+        (Activations(partition=True), False),
+        (Activations(partition=True, prefetch=0), True),
+        (Activations(partition=True, offload=True), True),
+        (Activations(offload=True, prefetch=2), False),
+    ):
+        assert_same_bits(trained(mesh, stage=stage, activations=options, arena=arena), plain, (options, arena))
+
+
+@on_ranks(2)
+def test_without_model_parallelism_whole_checkpoints_go_to_the_host() -> None:
+    for stage in (0, 2, 3):
+        plain = trained(None, stage=stage)
+        ours = trained(None, stage=stage, activations=Activations(offload=True))
+        assert_same_bits(ours, plain, stage)
+        one = 3 * 6 * 10 * 4  # blocks, rows, width, fp32
+        assert zeroshard.stats(ours[2]).checkpoint_traffic == {"to the host": one, "to the device": one}
+        assert not zeroshard.stats(plain[2]).checkpoint_traffic
+        stores = runtime_of(ours[2]).checkpoints.stores
+        assert stores.host is not None
+        assert stores.host.bytes <= 3 * 384  # three slots, used again
+
+
+@on_ranks(4)
+def test_a_divided_checkpoint_costs_one_gather_a_block_and_a_fraction_of_the_memory() -> None:
+    mesh = mesh_of(2, 2)
+    _, _, model = trained(mesh, width=256, stage=2, activations=Activations(partition=True))
+    moved = zeroshard.stats(model).volume_model
+    assert set(moved) == {"all_gather"}
+    assert moved["all_gather"].calls == 3
+    assert moved["all_gather"].elements == 3 * 6 * 256
+    kept: list[Any] = []
+    original = Kept.__init__
+
+    def watched(self: Kept, *args: Any) -> None:
+        original(self, *args)
+        kept.append(self._device.numel())
+
+    Kept.__init__ = watched  # type: ignore[method-assign]
+    try:
+        model(torch.randn(6, 7))
+    finally:
+        Kept.__init__ = original  # type: ignore[method-assign]
+    assert kept == [6 * 256 // 2] * 3
+
+
+@on_ranks(4)
+def test_gathers_of_checkpoints_are_under_a_tenth_of_tensor_parallelisms_own() -> None:
+    from zeroshard.comm.collectives import count_functional
+    from zeroshard.config.job import ModelConfig
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.tensor_parallel import parallelise
+
+    mesh = mesh_of(2, 2)
+    model = GPT(ModelConfig(layers=4, hidden=32, heads=4, sequence=16))
+    parallelise(model, mesh["tp"])
+    model, optimizer = zeroshard.shard(
+        model, adamw(model.parameters()), stage=2, activations=Activations(partition=True)
+    )
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    with count_functional() as traffic:
+        model(tokens, tokens).backward()
+    optimizer.step()
+    own = sum(entry.elements for entry in traffic.counts.values())
+    ours = zeroshard.stats(model).volume_model["all_gather"].elements
+    assert ours == 4 * 2 * 16 * 32
+    assert ours < 0.1 * own
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_what_checkpoints_move_is_planned_to_the_byte() -> None:
+    from zeroshard.config.job import ModelConfig
+    from zeroshard.plan.models import from_config
+    from zeroshard.plan.shape import Setup
+    from zeroshard.plan.volume import volume
+    from zeroshard.train.gpt import GPT
+    from zeroshard.train.tensor_parallel import parallelise
+
+    mesh = mesh_of(2, 2)
+    config = ModelConfig(layers=3, hidden=40, heads=4, sequence=7)  # of 560 elements, parts have 320 and 240
+    for options in (Activations(partition=True), Activations(offload=True), Activations(partition=True, offload=True)):
+        model = GPT(config)
+        parallelise(model, mesh["tp"])
+        model, optimizer = zeroshard.shard(
+            model, adamw(model.parameters()), stage=2, activations=options, offload="cpu", precision="bf16"
+        )
+        tokens = torch.zeros(2, 7, dtype=torch.long)
+        for _ in range(2):
+            for _ in range(2):  # micro-batches
+                model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = zeroshard.stats(model)
+        setup = Setup(stage=2, world=2, model_parallel=2, batch=2, sequence=7, micro_batches=2, activations=options)
+        moved = volume(from_config(config), setup)
+        gathered = sum(traffic.elements for traffic in counted.volume_model.values())
+        assert moved.checkpoints_gathered == gathered == (2 * 3 * 640 if options.partition else 0)
+        held = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
+        if options.offload and (not options.partition or mesh["tp"].get_local_rank() == 0):
+            assert held == dict(counted.checkpoint_traffic)
+        elif options.offload:  # the last rank's part is smaller
+            assert dict(counted.checkpoint_traffic) == {way: size * 240 // 320 for way, size in held.items()}
+        else:
+            assert not any(held.values())
+            assert not counted.checkpoint_traffic
+        assert sum(counted.host_traffic.values()) > 0  # states, which are told apart from checkpoints
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: list[Tensor]
+
+
+@dataclasses.dataclass
+class Record:
+    value: Tensor
+
+
+class Structured(nn.Module):
+    """Calls ``zeroshard.checkpoint`` itself, on everything it may be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 9)
+        self.last = nn.Linear(9, 5)
+
+    def inner(self, pair: Pair, record: dict[str, Record], *, mask: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        left, (right, none) = pair
+        assert none.numel() == 0
+        both = left + right.t() * mask + record["x"].value.expand(left.shape) * number
+        return torch.tanh(both), F.dropout(both, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        call = zeroshard.checkpoint if self.training else (lambda function, *a, **k: function(*a, **k))
+        pair = Pair(x * 2, [x.t().contiguous() * 3, x[:0]])
+        a, b = call(self.inner, pair, {"x": Record(x.mean())}, mask=torch.ones(9), number=3)
+        b = call(lambda t: call(torch.sin, t * 2), b)  # one inside another
+        return self.last(a + b)
+
+
+@pytest.mark.parametrize("options", [{}, {"partition": True}, {"offload": True}, {"partition": True, "offload": True}])
+@on_ranks(2)
+def test_structures_of_any_shape_and_calls_inside_calls_come_back_as_they_went(options: dict[str, bool]) -> None:
+    mesh = mesh_of(1, 2)
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(3)
+        model = Structured()
+        parallelize_module(model, mesh["tp"], {"last": ColwiseParallel(output_layouts=Replicate())})
+        activations = Activations(checkpoint=not options, **options) if checkpointed and options else None
+        model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=activations)
+        model.train(checkpointed)
+        results.append((train(model, optimizer, 0), zeroshard.full_state_dict(model)))
+    assert_same_bits(results[1], results[0], options)
+
+
+@on_ranks(2)
+def test_the_host_memory_that_checkpoints_wait_in_is_told() -> None:
+    *_, on_device = trained(None, stage=2, activations=Activations())
+    assert zeroshard.stats(on_device).host_memory is None
+    *_, model = trained(None, width=64, stage=2, activations=Activations(offload=True))
+    host = zeroshard.stats(model).host_memory
+    assert host is not None
+    assert host.place is Place.HOST
+    assert host.total == host.checkpoints == 3 * 6 * 64 * 4
+    assert host.model_states == 0
+    *_, both = trained(None, width=64, stage=2, activations=Activations(offload=True), offload="cpu")
+    *_, states = trained(None, width=64, stage=2, offload="cpu")
+    of_both, of_states = zeroshard.stats(both).host_memory, zeroshard.stats(states).host_memory
+    assert of_both is not None
+    assert of_states is not None
+    assert of_states.checkpoints == 0
+    assert of_both == dataclasses.replace(of_states, checkpoints=host.checkpoints)
+
+
+def divided_in_an_arena() -> tuple[Net, torch.optim.Optimizer]:
+    model = build(mesh_of(1, 2))
+    return zeroshard.shard(
+        model, adamw(model.parameters()), stage=2, activations=Activations(partition=True), arena=True
+    )
+
+
+@on_ranks(2)
+def test_memory_is_given_back_with_the_graph() -> None:
+    model, optimizer = divided_in_an_arena()
+    train(model, optimizer, 0)
+    runtime = runtime_of(model)
+    assert runtime.arena is not None
+    size = runtime.arena.size
+    assert size >= 3 * 512
+    x = torch.randn(6, 7)
+    output = model(x)  # never differentiated
+    alive = weakref.ref(output)
+    del output
+    gc.collect()
+    assert alive() is None
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()  # twice through one graph
+    optimizer.step()
+    optimizer.zero_grad()
+    assert runtime.arena.size == size
+    assert runtime.arena.homeless == 0
+
+
+@on_ranks(2)
+def test_an_arena_that_is_too_small_grows_and_says_so() -> None:
+    model, optimizer = divided_in_an_arena()
+    train(model, optimizer, 0, steps=2)
+    with pytest.warns(UserWarning, match=r"arena: .* were too little for step 3, so it grew by"):
+        train(model, optimizer, 0, steps=1, rows=600)
+    arena = runtime_of(model).arena
+    assert arena is not None
+    size = arena.size
+    train(model, optimizer, 0, steps=2, rows=600)
+    assert arena.size == size
+
+
+@on_ranks(2)
+def test_reduced_gradients_lie_in_the_arena_and_are_counted_once() -> None:
+    for stage in (1, 2, 3):
+        sizes = []
+        for arena in (False, True):
+            torch.manual_seed(1)
+            plain = net()
+            model, optimizer = zeroshard.shard(plain, adamw(plain.parameters()), stage=stage, arena=arena)
+            for step in range(3):
+                model(torch.randn(6, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            stats = zeroshard.stats(model)
+            assert stats.memory_at_step is not None
+            sizes.append(stats.memory_at_step.gradients)
+            if arena:
+                found = runtime_of(model).arena
+                assert found is not None
+                assert found.size >= stats.memory_at_step.gradients
+        assert sizes[0] == sizes[1]
+
+
+@on_ranks(2)
+def test_options_that_make_no_sense_are_refused_with_the_remedy() -> None:
+    model = build(None)
+    with pytest.raises(ValueError, match=r"divides checkpoints among model-parallel ranks.*no tensor parallelism"):
+        zeroshard.shard(model, adamw(model.parameters()), activations=Activations(partition=True))
+    with pytest.raises(ValueError, match="has no effect with checkpoint, partition and offload all off"):
+        Activations(checkpoint=False)
+    with pytest.raises(ValueError, match=r"activations\.partitoin is unknown \(did you mean 'partition'\?\)"):
+        zeroshard.shard(model, adamw(model.parameters()), activations={"partitoin": True})
+    with pytest.raises(ValueError, match=r"activations=True must be a zeroshard\.Activations"):
+        zeroshard.shard(model, adamw(model.parameters()), activations=True)
+    single = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="has only the root unit"):
+        zeroshard.shard(single, adamw(single.parameters()), activations=Activations())
+
+
+@on_ranks(2)
+def test_inputs_that_differ_among_tensor_parallel_ranks_are_not_divided() -> None:
+    mesh = mesh_of(1, 2)
+    torch.manual_seed(1)
+    model = Net()
+    parallelize_module(
+        model,
+        mesh["tp"],
+        {
+            "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            "blocks.*.norm": PrepareModuleInput(
+                input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True
+            ),
+            "last": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        },
+    )
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), activations=Activations(partition=True), stage=2)
+    with pytest.raises(zeroshard.DisagreementError, match="differs among tensor-parallel ranks"):
+        model(torch.randn(6, 7))
+
+
+@on_ranks(2)
+def test_a_block_that_is_recomputed_twice_or_writes_to_its_input_is_refused() -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return self.last(x)
+
+    model, _ = zeroshard.shard(twice := Twice(), adamw(twice.parameters()), stage=2, activations=Activations())
+    with pytest.raises(RuntimeError, match=r"'blocks\.2' is recomputed by activations= and, around it"):
+        model(torch.randn(6, 7)).sum().backward()
+
+    class Writes(Block):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x.mul_(2), scale)
+
+    broken = Net()
+    broken.blocks = nn.ModuleList(Writes(10) for _ in range(2))
+    broken, _ = zeroshard.shard(broken, adamw(broken.parameters()), stage=2, activations=Activations(offload=True))
+    with pytest.raises(RuntimeError, match="changed one of its inputs in place"):
+        broken(torch.randn(6, 7))
+
+
+class InPlace(nn.Module):
+    """Writes to the inputs of its blocks after they were called; the blocks themselves need no value of theirs."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Linear(1, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x + self.shift.weight.sum())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 4)
+        self.blocks = nn.ModuleList(self.Shift() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * 2
+        for block in self.blocks:
+            x += block(x)
+        return x.to_local() if isinstance(x, DTensor) else x
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@on_ranks(2)
+def test_an_input_that_is_written_to_after_the_call_is_never_recomputed_from(divided: bool) -> None:
+    gradients = []
+    for options in (None, Activations(partition=divided), Activations(partition=divided, offload=True)):
+        torch.manual_seed(1)
+        model = InPlace()
+        if divided:
+            first = ColwiseParallel(output_layouts=Replicate())
+            parallelize_module(model, mesh_of(1, 2)["tp"], {"first": first})
+        model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=options)
+        if options is not None and (options.offload or not divided):
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"changed an input of a checkpointed block in place, after"):
+                    model(torch.ones(2, 7)).sum().backward()
+        else:  # what was divided is a copy
+            model(torch.ones(2, 7)).sum().backward()
+            gradients.append([p.grad for p in model.parameters()])
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_dtensor_that_is_written_to_after_the_call_is_never_recomputed_from() -> None:
+    for options in (Activations(), Activations(offload=True)):
+        model = InPlace()
+        first = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+        replicated = {f"blocks.{n}.shift": ColwiseParallel(use_local_output=False) for n in range(3)}
+        parallelize_module(model, mesh_of(1, 2)["tp"], {"first": first, **replicated})
+        model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=options)
+        with pytest.raises(RuntimeError, match=r"changed an input of a checkpointed block in place, after"):
+            model(torch.ones(2, 7)).sum().backward()
+
+
+@on_ranks(2)
+def test_every_input_that_is_divided_is_compared_in_the_first_step() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(7, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(zeroshard.checkpoint(torch.mul, x, x * (1 + dist.get_rank())))
+
+    model = Two()
+    parallelize_module(model, mesh_of(1, 2)["tp"], {"last": ColwiseParallel(output_layouts=Replicate())})
+    options = Activations(checkpoint=False, partition=True)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=options)
+    with pytest.raises(zeroshard.DisagreementError, match=r"an input of 'checkpoint 0\.1' differs"):
+        model(torch.ones(2, 7))
+
+
+@on_ranks(1)
+def test_a_call_that_fails_midway_gives_back_what_it_had_put_away() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(7, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return zeroshard.checkpoint(torch.mul, x, x * 2)
+
+    model = Two()
+    options = Activations(checkpoint=False, offload=True)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=options)
+    pool = runtime_of(model).checkpoints.stores.host
+    assert pool is not None
+    take, taken = pool.take, []
+
+    def second_fails(size: int, *, dry: bool = False) -> Tensor:
+        if len(taken) % 2:
+            raise RuntimeError("does not fit the host")
+        taken.append(take(size, dry=dry))
+        return taken[-1]
+
+    pool.take = second_fails  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="does not fit the host"):
+            model(torch.ones(2, 7))
+        taken.append(torch.empty(0))
+        gc.collect()
+    assert pool.bytes == 128  # the one slot, used again
+
+
+@on_ranks(2)
+def test_gradients_that_are_taken_away_leave_their_place_in_the_arena_to_the_next() -> None:
+    for stage in (1, 2):
+        plain = net()
+        model, optimizer = zeroshard.shard(plain, adamw(plain.parameters()), stage=stage, arena=True)
+        train(model, optimizer, 0, steps=1)
+        arena = runtime_of(model).arena
+        assert arena is not None
+        free = arena._blocks[0][0].largest
+        assert free == arena.size
+        for _ in range(2):
+            model(torch.ones(6, 7)).sum().backward()
+            assert arena._blocks[0][0].largest < free
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad = None
+        model(torch.ones(6, 7)).sum().backward()
+        blocks = {tensor.untyped_storage().data_ptr() for tensor in arena.tensors}
+        for unit in runtime_of(model).units:
+            for flat in unit.trainable_flats:
+                assert flat.gradient is not None
+                held = flat.gradient._held
+                assert held is None or held.untyped_storage().data_ptr() in blocks
+        optimizer.step()
+
+
+@on_ranks(1)
+def test_copies_to_the_host_hold_no_tensor_of_a_graph_that_is_gone() -> None:
+    model = build(None)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=Activations(offload=True))
+    inputs: list[Any] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+    stores = runtime_of(model).checkpoints.stores
+    output = model(torch.randn(6, 7))
+    assert stores._leaving
+    del output
+    gc.collect()
+    assert len(inputs) == 3
+    assert not stores._leaving
+    assert not [storage for storage in inputs if storage() is not None]

@@ -1,0 +1,313 @@
+"""Hooks: orders that change, modules called twice, passes that fail, and labels that a profiler shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.matrix import Stages, in_stages
+from tests.models import Block, batch, loss_of, net
+from tests.ranks import on_ranks
+
+STAGES = (0, 1, 2, 3)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+    for step in range(steps):
+        model(batch(step), step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_equals_ddp(build: Any, exact: bool = True) -> None:
+    """A model class whose forward takes a batch and the step trains as under DDP in every stage."""
+    torch.manual_seed(0)
+    plain = build()
+    train(DistributedDataParallel(plain, find_unused_parameters=True), sgd(plain))
+    assert all(value.isfinite().all() for value in plain.state_dict().values())
+    for stage in STAGES:
+        torch.manual_seed(0)
+        model = build()
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        train(model, optimizer)
+        for name, value in zeroshard.full_state_dict(model).items():
+            if exact:
+                assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
+            else:
+                torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 9)
+        self.blocks = nn.ModuleList(Block(9) for _ in range(4))
+
+
+@on_ranks(2)
+def test_the_order_of_units_may_change_from_step_to_step() -> None:
+    class Shuffled(Stack):
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            x = self.first(x)
+            order = torch.randperm(4, generator=torch.Generator().manual_seed(step))
+            for number in order.tolist():
+                x = self.blocks[number](x)
+            return x
+
+    assert_equals_ddp(Shuffled)
+
+
+@on_ranks(2)
+def test_a_module_may_be_called_twice() -> None:
+    class Twice(Stack):
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            x = self.first(x)
+            for block in [*self.blocks, *self.blocks[:2]]:
+                x = block(x)
+            return x
+
+    assert_equals_ddp(Twice)
+
+
+@on_ranks(2)
+def test_weights_may_be_tied_within_and_across_units() -> None:
+    class Tied(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(9, 7, bias=False)
+            self.last.weight = nn.Parameter(self.first.weight.detach().t().contiguous())
+            self.blocks[1].up.weight = self.blocks[2].up.weight
+            self.blocks[3].norm.bias = self.blocks[3].down.bias
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    assert_equals_ddp(Tied)
+
+
+@in_stages
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_checkpointing_works_both_ways_by_block_and_by_segment(stages: Stages, reentrant: bool) -> None:
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            x = self.first(x)
+            x = checkpoint(self.blocks[0], x, use_reentrant=reentrant)
+            x = checkpoint(lambda y: self.blocks[2](self.blocks[1](y)), x, use_reentrant=reentrant)
+            return self.blocks[3](x)
+
+    class Plain(Stack):
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    plain = Plain()
+    train(DistributedDataParallel(plain), sgd(plain))
+    for stage in stages:
+        torch.manual_seed(0)
+        model = Checkpointed()
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        train(model, optimizer)
+        for name, value in zeroshard.full_state_dict(model).items():
+            assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
+
+
+@on_ranks(2)
+def test_outputs_may_be_dataclasses_dicts_and_tuples_and_changed_in_place() -> None:
+    @dataclass
+    class Output:
+        hidden: dict[str, Tensor]
+        pair: tuple[Tensor, Tensor]
+
+    class Structured(Stack):
+        def forward(self, x: Tensor, step: int) -> Any:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+                x += 1
+            return Output({"x": x}, (x * 2, x.detach()))
+
+    class Unwrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Structured()
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            output = self.inner(x, step)
+            return output.hidden["x"] + output.pair[0]
+
+    assert_equals_ddp(Unwrapped)
+    model = Structured()
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=3)
+    output = model(batch(0), 0)
+    output.pair[0].sum().backward()
+    optimizer.step()
+
+
+@in_stages
+@on_ranks(2)
+def test_training_goes_on_after_an_exception_in_forward_or_backward(stages: Stages) -> None:
+    class Fragile(Stack):
+        fail = ""
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            x = self.first(x)
+            for number, block in enumerate(self.blocks):
+                x = block(x)
+                if number == 1 and self.fail == "forward":
+                    raise ZeroDivisionError
+                if number == 1 and self.fail == "backward":
+                    x.register_hook(lambda _: 1 / 0)
+            return x
+
+    torch.manual_seed(0)
+    plain = Fragile()
+    train(DistributedDataParallel(plain), sgd(plain))
+    for stage in stages:
+        torch.manual_seed(0)
+        model = Fragile()
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        for step in range(4):
+            for failure in ("forward", "backward", ""):
+                model.fail = failure
+                try:
+                    model(batch(step), step).square().mean().backward()
+                except ZeroDivisionError:
+                    assert failure
+                    optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, value in zeroshard.full_state_dict(model).items():
+            assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
+
+
+@in_stages
+@on_ranks(2)
+def test_two_sharded_models_in_one_process_one_of_them_frozen(stages: Stages) -> None:
+    teacher = net()
+    teacher.requires_grad_(False)
+    teacher, none = zeroshard.shard(teacher, stage=3)
+    assert none is None
+    for stage in stages:
+        model = net()
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        plain, plain_teacher = net(), net()
+        ddp, other = DistributedDataParallel(plain), sgd(plain)
+        for step in range(3):
+            with torch.no_grad():
+                target, plain_target = teacher(batch(50 + step)), plain_teacher(batch(50 + step))
+            assert torch.equal(target, plain_target)
+            (model(batch(step)) - target).square().mean().backward()
+            (ddp(batch(step)) - plain_target).square().mean().backward()
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+        for name, value in zeroshard.full_state_dict(model).items():
+            assert torch.equal(value, plain.state_dict()[name])
+
+
+@on_ranks(2)
+def test_methods_besides_forward_may_use_the_root_in_stage_3() -> None:
+    class Encoder(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encode(x)
+
+        def encode(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    plain = Encoder()
+    torch.manual_seed(0)
+    model = Encoder()
+    model, _ = zeroshard.shard(model, sgd(model), stage=3)
+    with torch.no_grad():
+        assert torch.equal(model.encode(batch(0)), plain.encode(batch(0)))
+        assert torch.equal(model(batch(0)), plain(batch(0)))
+
+
+@on_ranks(2)
+def test_a_parameter_used_without_calling_its_unit_is_named_not_trained_on_nan() -> None:
+    class Sneaky(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.blocks[1](x @ self.blocks[0].up.weight.t()[:, :9])
+
+    model = Sneaky()
+    model, _ = zeroshard.shard(model, sgd(model), stage=3)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight.*without a call of 'blocks\.0'"):
+        model(batch(0)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_profiler_shows_every_phase_with_the_units_name() -> None:
+    model = net()
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=3, clip_grad_norm=1.0, precision="bf16")
+    loss_of(model, 0).backward()
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+        loss_of(model, 1).backward()
+        optimizer.step()
+    labels = {event.key for event in profile.key_averages()}
+    for phase in ("gather", "wait", "stash", "publish"):
+        assert f"zeroshard.{phase} blocks.2" in labels, phase
+    assert any(label.startswith("zeroshard.update ") and "blocks.2" in label.split() for label in labels)
+    assert {"zeroshard.agree", "zeroshard.optim.norm", "zeroshard.reduce blocks.2"} <= labels
+
+
+@in_stages
+@on_ranks(2)
+def test_frozen_parameters_train_nothing_and_hold_no_gradient_or_state(stages: Stages) -> None:
+    for stage in stages:
+        model, plain = net(), net()
+        for each in (model, plain):
+            each.blocks[1].requires_grad_(False)
+            each.blocks[2].up.requires_grad_(False)
+            each.first.requires_grad_(False)
+        ddp = DistributedDataParallel(plain)
+        other = torch.optim.AdamW(plain.parameters())
+        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=stage)
+        for step in range(3):
+            loss_of(model, step).backward()
+            loss_of(ddp, step).backward()
+            for each_optimizer in (optimizer, other):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
+        for name, value in zeroshard.full_state_dict(model).items():
+            assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
+        trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+        memory = zeroshard.stats(model).memory_at_step
+        assert memory is not None
+        assert memory.gradients <= 4 * trained * 1.4  # tiny parameters carry much padding
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_parameter_read_without_calling_its_unit_is_named_even_if_its_gradient_is_finite(stage: int) -> None:
+    class Sneaky(Stack):
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            return torch.relu(self.blocks[1](self.first(x)) + self.blocks[0].norm.bias)
+
+    model = Sneaky()
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.norm\.bias.*without a call of 'blocks\.0'"):
+        train(model, optimizer, steps=3)

@@ -1,1 +1,0 @@
-"""Activation checkpoints: recomputed blocks, whose inputs are divided among ranks or wait on the host."""

@@ -1,0 +1,126 @@
+"""Tensors on the meta device: how they get memory, and how to tell whether somebody then wrote to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..comm import parallel
+from ..comm.fabric import Fabric
+from ..states.flat import Flat
+from ..system import compat
+
+
+def give_memory(tensor: Tensor, memory: Tensor) -> None:
+    """Takes a tensor off the meta device and keeps the object: the optimizer, the user and tied modules hold it."""
+    if isinstance(tensor, DTensor):
+        compat.point(tensor, memory.data)
+        return
+    if isinstance(tensor, nn.Parameter):
+        real: Tensor = nn.Parameter(memory.data, requires_grad=tensor.requires_grad)  # .data: a version of its own
+    else:
+        real = memory.data
+    real.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, real)
+
+
+def point_at(flat: Flat, origin: Tensor) -> None:
+    """Makes the parameters of a flat views of a whole one, wherever they were."""
+    for view, parameter in zip(flat.views_of(origin), flat.parameters, strict=True):
+        if parameter.is_meta:
+            give_memory(parameter, view)
+        else:
+            compat.point(parameter, view)
+
+
+def take_off_meta(flat: Flat, device: torch.device) -> Tensor:
+    """Memory for what this rank keeps of a flat; its parameters have none of their own before that is filled."""
+    for parameter in flat.parameters:
+        if parameter.is_meta:
+            nothing = torch.empty((), dtype=parameter.dtype, device=device)
+            give_memory(parameter, nothing.expand(parallel.local(parameter).shape))
+    return torch.zeros(flat.kept.numel, dtype=flat.master_dtype, device=device)
+
+
+@contextmanager
+def meta_again_after_an_error(model: nn.Module) -> Iterator[None]:
+    """What shard() refuses, it leaves as it was."""
+    parameters = [(p, torch.empty_like(parallel.local(p), device="meta")) for p in model.parameters() if p.is_meta]
+    buffers = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False) if b.is_meta]
+    try:
+        yield
+    except BaseException:
+        for parameter, memory in parameters:
+            if not parameter.is_meta:
+                give_memory(parameter, memory)
+        for module, name, buffer in buffers:
+            if not buffer.is_meta:
+                give_memory(buffer, torch.empty_like(buffer, device="meta"))
+            setattr(module, name, buffer)
+        raise
+
+
+class Blank(NamedTuple):
+    """A buffer that got memory, and how to tell whether somebody wrote to it."""
+
+    module: nn.Module
+    name: str
+    value: Tensor
+    version: int
+
+    def written(self) -> bool:
+        now = getattr(self.module, self.name)
+        if now is None or now.is_meta or now.numel() == 0:
+            return now is None or not now.is_meta
+        if now is not self.value or compat.version(now) != self.version:
+            return not has_nan(now)
+        return not bool((now == blank_value(now.dtype)).all()) and not has_nan(now)
+
+
+def blank_value(dtype: torch.dtype) -> float | bool:
+    """What stands in memory that nobody has written to: NaN, or what comes nearest."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Whether any element is NaN, in any dtype."""
+    if tensor.itemsize == 1 and tensor.is_floating_point():
+        tensor = tensor.float()
+    return bool(tensor.isnan().any())
+
+
+def blank_buffers(model: nn.Module, device: torch.device) -> list[Blank]:
+    """Gives memory to all buffers on meta. They are whole on every rank, as they stay."""
+    blanks = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                give_memory(buffer, torch.full_like(buffer, blank_value(buffer.dtype), device=device))
+                blanks.append(Blank(module, name, buffer, compat.version(buffer)))
+    return blanks
+
+
+def refuse_unset(model: nn.Module, unset: Iterable[tuple[str, str]], fabric: Fabric) -> None:
+    """Raises if rank 0, whose values count, lacks any: names the tensors by module."""
+    found: list[tuple[str, str]] = fabric.from_rank_zero(list(unset))
+    if not found:
+        return
+    by_module: dict[str, list[str]] = {}
+    for module, name in found:
+        by_module.setdefault(module, []).append(name)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    listed = "; ".join(
+        f"module {name or '(root)'!r} ({kinds[name]}): {', '.join(tensors)}" for name, tensors in by_module.items()
+    )
+    raise ValueError(
+        f"on the meta device and without an initialiser that sets them: {listed}. Give each module a "
+        "reset_parameters() that sets its parameters and computes its buffers, pass init=, or build the model on the "
+        "CPU"
+    )

@@ -1,0 +1,238 @@
+"""Weights on disk: Hugging Face safetensors, read straight into shards.
+
+Every rank reads the files itself, and of them only the ranges that it keeps: nothing is communicated, ranks read side
+by side, and none ever holds more than it keeps. The price: all ranks must see the same files, on a
+shared file system or as a copy on each node, and where parameters are whole at rest each rank reads all of them (on
+one node from the page cache). Rank 0 reading and broadcasting would spare the copies, but would send every byte
+through one disk and one link while the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ..config.layout import Slot
+from ..states.flat import Flat
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
+"""Dtypes that are converted to the tensor's. Eight bits are not among them: such values need scales beside them."""
+
+EXACT = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""Dtypes that only a buffer of the same dtype takes."""
+
+NAMES_IN_A_MESSAGE = 5
+
+
+class Stored(NamedTuple):
+    """A tensor on disk."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it: F32, BF16, I64, ..."""
+
+
+class Weights:
+    """A model's weights on disk. Making one checks every name, shape and dtype, and reads no value."""
+
+    def __init__(self, path: Path, model: nn.Module) -> None:
+        self.path = path
+        named = {
+            name.replace("_orig_mod.", ""): value  # what torch.compile adds
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, Tensor)
+        }
+        stored = _renamed(_contents(path), named, model)
+        self.checksum = zlib.crc32(repr(sorted((name, entry[1:]) for name, entry in stored.items())).encode())
+        """Of all names, shapes and dtypes; ranks with different files differ in it."""
+        names: dict[int, list[str]] = {}  # a tied weight has several, of which the files may have one or all
+        for name, tensor in named.items():
+            names.setdefault(id(tensor), []).append(name)
+        missing = [aliases[0] for aliases in names.values() if not any(name in stored for name in aliases)]
+        unexpected = [name for name in stored if name not in named and not _ignored(name, model)]
+        if missing or unexpected:
+            parts = [f"it lacks {_listed(missing)}"] if missing else []
+            parts += [f"it has {_listed(unexpected)}, which the model has not"] if unexpected else []
+            if hasattr(model, "base_model_prefix"):  # a model of transformers
+                parts.append(
+                    "where transformers renames or joins tensors as it loads, call from_pretrained() before shard() or "
+                    "save model.state_dict() as safetensors once"
+                )
+            raise self._error(f"does not fit {type(model).__name__}: {'; '.join(parts)}")
+        for name, tensor in named.items():
+            if name in stored:
+                self._check_fits(name, stored[name], tensor)
+        self._copies = {key: [stored[name] for name in aliases if name in stored] for key, aliases in names.items()}
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether this tensor of the model is on disk. All parameters are; non-persistent buffers are not."""
+        return id(tensor) in self._copies
+
+    def read_flat(self, flat: Flat, target: Tensor) -> None:
+        """Fills ``target`` with the range of a flat that this rank keeps; padding stays as it is."""
+        with _OpenFiles() as files:  # closed after each flat, so that pages of the files do not stay mapped
+            for piece in flat.layout.pieces(flat.kept):
+                part = target[piece.offset :][: piece.numel]
+                self._read(files, flat.parameters[piece.slot], piece.start, part, flat.layout.slots[piece.slot])
+
+    def read_buffer(self, buffer: Tensor) -> None:
+        """Fills a buffer that is on disk."""
+        target = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+        with _OpenFiles() as files:
+            self._read(files, buffer, 0, target)
+        buffer.copy_(target.view(buffer.shape))
+
+    def _read(self, files: _OpenFiles, tensor: Tensor, start: int, target: Tensor, slot: Slot | None = None) -> None:
+        first, *others = self._copies[id(tensor)]
+        values = files.elements(first, start, start + target.numel(), slot)
+        target.copy_(values)
+        for other in others:
+            if not torch.equal(files.elements(other, start, start + target.numel(), slot), values):
+                raise self._error(
+                    f"{first.name!r} and {other.name!r} are one tied weight in the model, but differ on disk"
+                )
+
+    def _check_fits(self, name: str, entry: Stored, tensor: Tensor) -> None:
+        if entry.shape != tuple(tensor.shape):
+            shapes = f"{list(entry.shape)} in {entry.file.name}, {list(tensor.shape)} in the model"
+            raise self._error(f"{name!r} has different shapes: {shapes}")
+        if entry.dtype in FLOATING and tensor.is_floating_point():
+            return
+        if EXACT.get(entry.dtype) is not tensor.dtype:
+            raise self._error(
+                f"{name!r} is {entry.dtype} in {entry.file.name}, which does not convert to {tensor.dtype}; quantised "
+                "weights must be dequantised first"
+            )
+
+    def _error(self, text: str) -> ValueError:
+        return ValueError(f"weights={str(self.path)!r}: {text}")
+
+
+class _OpenFiles(ExitStack):
+    """Files that are mapped, each once, until the block ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[Path, Any] = {}
+
+    def elements(self, entry: Stored, start: int, stop: int, slot: Slot | None = None) -> Tensor:
+        """A range of a tensor's elements, as a view of the mapped file: what is not copied is never read.
+
+        Where tensor parallelism divides the tensor, elements are counted inside the part that ``slot`` describes.
+        """
+        if entry.file not in self._open:
+            self._open[entry.file] = self.enter_context(_mapped(entry.file))
+        if not entry.shape:
+            scalar: Tensor = self._open[entry.file].get_tensor(entry.name)
+            return scalar.reshape(1)
+        if stop == start:
+            return torch.empty(0)
+        box = None if slot is None else slot.box
+        shape = entry.shape if slot is None or box is None else slot.shape
+        row = math.prod(shape[1:])
+        first, last = start // row, -(-stop // row)
+        stored = self._open[entry.file].get_slice(entry.name)
+        if box is None:
+            rows: Tensor = stored[first:last]
+        else:
+            across = [slice(offset, offset + size) for offset, size in zip(box.offsets[1:], shape[1:], strict=True)]
+            rows = stored[(slice(box.offsets[0] + first, box.offsets[0] + last), *across)]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+
+@contextmanager
+def _mapped(file: Path) -> Iterator[Any]:
+    with safe_open(file, framework="pt", device="cpu") as mapped:
+        yield mapped
+
+
+def _contents(path: Path) -> dict[str, Stored]:
+    """Every tensor at ``path``, by name: a folder as Hugging Face writes it, or one file."""
+    if path.is_file():
+        return _header(path)
+    if not path.is_dir():
+        raise ValueError(f"weights={str(path)!r} is not there; all ranks must see the same folder or file")
+    if (path / SINGLE).is_file():
+        return _header(path / SINGLE)
+    if not (path / INDEX).is_file():
+        pickles = sorted(entry.name for entry in path.glob("*.bin"))
+        hint = f"; {pickles[0]} is a pickle, which is never read: save it as safetensors" if pickles else ""
+        raise ValueError(f"weights={str(path)!r} has neither {SINGLE} nor {INDEX}{hint}")
+    place_of = _index(path / INDEX)
+    headers = {file: _header(path / file) for file in dict.fromkeys(place_of.values())}
+    for name, file in place_of.items():
+        if name not in headers[file]:
+            raise ValueError(f"{path / INDEX} says that {name!r} is in {file}, which does not have it")
+    return {name: headers[file][name] for name, file in place_of.items()}
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Which file of the folder has which tensor."""
+    try:
+        place_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        assert all(isinstance(file, str) for file in place_of.values())
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise ValueError(f"{path} is no index of safetensors files: it needs a table 'weight_map'") from error
+    for name, file in place_of.items():
+        # Links are followed, for Hugging Face's cache is made of them; a path that leads elsewhere is not.
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise ValueError(f"{path} puts {name!r} into {file!r}, which is outside its folder")
+        if not (path.parent / file).is_file():
+            raise ValueError(f"{path} puts {name!r} into {file!r}, which is not there")
+    return dict(place_of)
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    try:
+        with _mapped(file) as mapped:
+            slices = {name: mapped.get_slice(name) for name in mapped.keys()}  # noqa: SIM118
+            return {
+                name: Stored(file, name, tuple(entry.get_shape()), str(entry.get_dtype()))
+                for name, entry in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _renamed(stored: dict[str, Stored], named: dict[str, Tensor], model: nn.Module) -> dict[str, Stored]:
+    """Hugging Face writes a base model without the prefix that it has inside a model with a head, and the reverse."""
+    prefix = getattr(model, "base_model_prefix", None)
+    if not isinstance(prefix, str) or not prefix or any(name in named for name in stored):
+        return stored
+    longer = {f"{prefix}.{name}": entry for name, entry in stored.items()}
+    shorter = {name.removeprefix(f"{prefix}."): entry for name, entry in stored.items()}
+    return next((names for names in (longer, shorter) if any(name in named for name in names)), stored)
+
+
+def _ignored(name: str, model: nn.Module) -> bool:
+    """Whether Hugging Face's model says that old files may have this."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:NAMES_IN_A_MESSAGE]))
+    more = len(names) - NAMES_IN_A_MESSAGE
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,40 @@
+"""The dynamic loss scale of fp16 runs."""
+
+from __future__ import annotations
+
+import math
+
+from ..config.options import LossScale
+
+
+class LossScaler:
+    """The dynamic loss scale: lowered by a step that overflows, raised after many that do not."""
+
+    def __init__(self, config: LossScale) -> None:
+        self._config = config
+        self.scale = config.initial
+        self._good_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps of it."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Goes on from what ``state`` gave."""
+        self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
+
+    @property
+    def can_be_lowered(self) -> bool:
+        """Whether an overflow may be due to the scale."""
+        return self.scale > self._config.minimum
+
+    def update(self, overflowed: bool) -> None:
+        if overflowed:
+            self.scale = max(self.scale / self._config.factor, self._config.minimum)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._config.growth_interval:
+            self._good_steps = 0
+            # A scale beyond fp32 would itself be infinite.
+            self.scale = min(self.scale * self._config.factor, math.ldexp(1.0, 126))

@@ -1,0 +1,148 @@
+"""Puts a model's states on the host: which units, in which memory, and whether there is enough of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from ..comm.fabric import Fabric
+from ..config.layout import Slot
+from ..config.offload import Offload
+from ..config.options import Config
+from ..offload.pipeline import Pipeline
+from ..offload.placement import stay_on_device, stay_within
+from ..offload.rules import moment_names
+from ..offload.shard import HostShard
+from ..offload.states import HostPiece, HostStates
+from ..states.flat import Flat, Turns
+from ..states.unit import Unit
+from ..system import compat, machine
+
+ROOM = "the agreement on memory for an offload"
+DEVICE_SHARE = 0.6
+"""Of the device's free memory, what model states may take with host_fraction="auto"; the rest is for activations."""
+
+
+def place_on_host(
+    units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric, turns: Turns
+) -> Pipeline | None:
+    """Gives the flats whose states live on the host their memory there; None if nothing does."""
+    options = config.offload
+    if options is None:
+        return None
+    looked_at = (config.clip_grad_norm, config.precision.loss_scale, config.on_nonfinite)
+    norms = any(option is not None for option in looked_at)
+    dry = any(compat.is_fake(parameter) for unit in units for flat in unit.flats for parameter in flat.parameters)
+    tell = fabric.tell_failure
+    pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=fabric.local_ranks, dry=dry, tell=tell)
+    _check_kernel(pipeline, options, fabric)
+    moments = None if optimizer is None else moment_names(optimizer)
+    for unit, stays in zip(units, _stay(units, options, fabric), strict=True):
+        for flat in unit.flats:
+            if flat.trainable and not stays:
+                assert moments is not None
+                _check_dtype(flat)
+                pieces = [
+                    HostPiece(p.slot, p.start, p.offset, p.numel, _key(flat.layout.slots[p.slot]))
+                    for p in flat.layout.pieces(flat.own)
+                ]
+                states = HostStates(options, flat.dtype, flat.own.numel, pieces, moments)
+                flat.live_on(HostShard(pipeline, states, flat.label), turns)
+            elif not flat.trainable and options.parameters == "cpu":
+                states = HostStates(options, flat.dtype, flat.shard_range.numel)
+                flat.live_on(HostShard(pipeline, states, flat.label), turns)
+    if not pipeline.states:
+        if fabric.rank == 0 and options.host_fraction == "auto":
+            print("zeroshard: all states fit the device's budget, so nothing is offloaded")
+        return None
+    if not dry:
+        _check_room(pipeline, options, fabric)
+    _allocate(pipeline, fabric)
+    return pipeline
+
+
+def _key(slot: Slot) -> int:
+    """Tells parameters apart, and parts of one that tensor parallelism has divided."""
+    return zlib.crc32(f"{slot.name}{'' if slot.box is None else slot.box.offsets}".encode())
+
+
+def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:
+    """On all ranks or on none: one that failed alone would leave the others waiting."""
+    problem: ValueError | None = None
+    try:
+        pipeline.allocate()
+    except ValueError as error:
+        problem = error
+    if fabric.maximum([problem is not None], ROOM)[0]:
+        raise problem or ValueError("offload: another rank could not pin its host memory; its message says why")
+
+
+def room_for_states(device: torch.device, local_ranks: int) -> int:
+    """Bytes that host_fraction="auto" takes of the device where ``device_memory`` says nothing."""
+    if device.type == "cuda":
+        return int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(DEVICE_SHARE * machine.available_memory()) // local_ranks
+
+
+def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]:
+    sizes = [sum(flat.own.numel for flat in unit.trainable_flats) for unit in units]
+    if options.host_fraction != "auto":
+        return stay_on_device(sizes, options.host_fraction)
+    budget = options.device_memory
+    if budget is None:
+        budget = room_for_states(fabric.device, fabric.local_ranks)
+    flats = [flat for unit in units for flat in unit.flats]
+    at_rest = sum(
+        (flat.shard_range if flat.sharded else flat.layout.whole).numel * flat.dtype.itemsize for flat in flats
+    )
+    widest = max(flat.dtype.itemsize for flat in flats)
+    masters = 4 if any(flat.master_dtype is not flat.dtype for flat in flats) else 0
+    budget = -fabric.maximum([at_rest - budget], ROOM)[0]
+    return stay_within(sizes, widest + masters + 8, max(budget, 0))
+
+
+def _check_kernel(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
+    kernels = fabric.gather_objects("native" if pipeline.pool.native else "torch")
+    if len(set(kernels)) > 1:
+        named = ", ".join(f"rank {rank}: {kernel}" for rank, kernel in enumerate(kernels))
+        raise ValueError(
+            f"offload: ranks have different host kernels, which round differently ({named}); `zeroshard doctor` on "
+            "each machine says why, and ZEROSHARD_KERNEL=torch makes all of them use torch's"
+        )
+    if not pipeline.pool.native and (options.split_master or options.moments is not torch.float32):
+        raise ValueError(
+            "offload.split_master and offload.moments need the native kernel, which could not be built "
+            f"({pipeline.pool.choice.reason}); install a C++ compiler, or leave them out"
+        )
+
+
+def _check_dtype(flat: Flat) -> None:
+    if flat.dtype is torch.float64 or flat.master_dtype is not torch.float32:
+        raise ValueError(
+            f"offload: parameter {flat.layout.slots[0].name!r} is {flat.dtype} without an fp32 master, which the host "
+            'kernel needs; pass precision="bf16", "fp16" or "fp32"'
+        )
+
+
+def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
+    needed = pipeline.bytes
+    share = pipeline.local_ranks
+    available = machine.available_memory() // share
+    source = "available" if share == 1 else f"available to each of {share} ranks on this host"
+    if options.host_memory is not None and options.host_memory < available:
+        available, source = options.host_memory, "allowed by offload.host_memory"
+    lacking = fabric.maximum([needed.total - available], ROOM)[0]
+    if lacking > 0:
+        if needed.total <= available:
+            available, source = max(0, needed.total - lacking), "available to another rank"
+        raise ValueError(
+            f"offload needs {_size(needed.total)} of host memory a rank ({_size(needed.pinned)} of it pinned), but "
+            f"{_size(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, split_master=True "
+            "with read_back=True, keep a part on the device with host_fraction=, or add ranks"
+        )
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

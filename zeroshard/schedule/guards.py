@@ -1,0 +1,105 @@
+"""What people do to a model besides training it: each is right on a sharded model, or raises and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..states.flat import Flat
+from ..states.unit import Unit
+from ..system import compat
+from ..system.hook import Hook
+
+READ_REMEDY = "call zeroshard.full_state_dict(model), or state_dict() inside `with zeroshard.gathered(model):`"
+LOAD_REMEDY = "load inside `with zeroshard.gathered(model, write=True):`, or before zeroshard.shard()"
+
+
+class Guards:
+    """Guards ``state_dict``, ``load_state_dict`` and conversions (``.to()``, ``.half()``, ...) on every module."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], device: torch.device, finish_updates: Callable[[], None]
+    ) -> None:
+        self._finish_updates = finish_updates
+        self._names_only = False
+        flat_of = {id(p): flat for unit in units for flat in unit.flats for p in flat.parameters}
+        for name, module in model.named_modules():
+            flats = list(dict.fromkeys(flat_of[id(p)] for p in module.parameters(recurse=False)))
+            if flats:
+                module.register_state_dict_pre_hook(Hook(partial(self._before_state_dict, flats)))
+                module.register_load_state_dict_pre_hook(Hook(partial(self._before_load, flats)))
+                module.register_load_state_dict_post_hook(Hook(partial(_after_load, flats)))
+            dtypes = {p.dtype for p in module.parameters()}
+            compat.wrap_conversion(module, partial(_guarded, name or type(module).__name__, device, dtypes))
+
+    @contextmanager
+    def names_only(self) -> Iterator[None]:
+        """Inside, ``state_dict(keep_vars=True)`` may be asked which tensor has which name, values or not."""
+        self._names_only = True
+        try:
+            yield
+        finally:
+            self._names_only = False
+
+    def _before_state_dict(self, flats: list[Flat], module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._names_only:
+            for flat in flats:
+                _check_here(flat, "state_dict()", prefix, READ_REMEDY)
+                flat.wait()
+
+    def _before_load(
+        self, flats: list[Flat], module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers", False):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would cut the parameters off their shards; leave assign out"
+            )
+        for flat in flats:
+            _check_here(flat, "load_state_dict()", prefix, LOAD_REMEDY)
+            if flat.host is not None and flat.host.held:
+                self._finish_updates()  # or a delayed update would come over what is loaded
+            flat.wait()
+            flat.before_write()
+
+
+def _check_here(flat: Flat, what: str, prefix: str, remedy: str) -> None:
+    if flat.sharded and not flat.lent:  # present or not: it is released under whoever keeps a view
+        name = prefix.rstrip(".") or "the model"
+        raise RuntimeError(f"{what}: the parameters of {name!r} are sharded and not here; {remedy}")
+
+
+def _after_load(flats: list[Flat], module: nn.Module, incompatible_keys: Any) -> None:
+    with torch.no_grad():
+        for flat in flats:
+            if not flat.sharded:
+                flat.refresh_master()
+
+
+def _guarded(
+    name: str, device: torch.device, dtypes: set[torch.dtype], original: Callable[..., nn.Module]
+) -> Callable[..., nn.Module]:
+    def checked(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if not _changes_nothing(device, dtypes, function):
+            raise RuntimeError(
+                f"{name!r} is sharded, so .to(), .half(), .cuda() and the like cannot convert it; convert before "
+                "zeroshard.shard(), or use precision= and device="
+            )
+        return original(function, recurse)
+
+    return Hook(checked)
+
+
+def _changes_nothing(device: torch.device, dtypes: set[torch.dtype], function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a conversion leaves parameters as they are: tried on small ones of each shape torch treats apart."""
+    for dtype in dtypes:
+        for dimensions in (1, 4, 5):  # memory formats are for four and five
+            probe = torch.zeros([2] * dimensions, dtype=dtype, device=device)
+            shared = probe.is_shared()
+            if function(probe) is not probe or probe.is_shared() != shared:
+                return False
+    return True

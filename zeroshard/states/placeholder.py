@@ -1,0 +1,78 @@
+"""What stands where a value is not current: a NaN scalar expanded to the right shape.
+
+A freed storage behind a live tensor crashes the process when it is read, and an old value misleads silently. A
+placeholder does neither: shape and dtype are right, reading gives NaN, in-place arithmetic raises. Two ways to write
+are not refused by torch: ``fill_`` and its kin, which count as a write and are found out by the parameter's version,
+and anything through ``.data`` or numpy, which ``check`` finds out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..system import compat
+
+
+class Placeholders:
+    """The placeholders of one model: one NaN scalar a dtype, on the model's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._scalars: dict[torch.dtype, Tensor] = {}
+        self._witnesses: list[Callable[[], list[str]]] = []
+        self._last_look: tuple[list[Tensor], torch.cuda.Event] | None = None
+
+    def parameter(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """For a parameter's data. Shares one scalar, so that a thousand released parameters cost four bytes."""
+        if dtype not in self._scalars:
+            self._scalars[dtype] = torch.full((), math.nan, dtype=dtype, device=self._device)
+        return self._scalars[dtype].expand(tuple(shape))
+
+    def gradients(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+        """For ``grad`` of some parameters. ``.data`` gives each a version of its own, which tells if it was zeroed."""
+        scalars = torch.full((len(shapes),), math.nan, dtype=dtype, device=self._device)
+        return [scalar.expand(tuple(shape)).data for scalar, shape in zip(scalars.unbind(), shapes, strict=True)]
+
+    def ask_when_written(self, witness: Callable[[], list[str]]) -> None:
+        """``witness`` names the parameters that it saw written; it is asked when one must have been."""
+        self._witnesses.append(witness)
+
+    def repair(self) -> None:
+        """Makes all of them NaN again."""
+        for scalar in self._scalars.values():
+            scalar.fill_(math.nan)
+
+    def check_now(self) -> None:
+        """``check``, where looking at the value of now does not wait for a device."""
+        if self._device.type == "cpu":
+            self.check()
+
+    def check(self) -> None:
+        """Raises if somebody wrote to one behind autograd's back. On CUDA it looks at what the last call saw.
+
+        (Looking at the value of now would wait for the device.)
+        """
+        if any(map(compat.is_fake, self._scalars.values())):
+            return
+        seen = list(self._scalars.values())
+        if self._device.type == "cuda":
+            look = ([scalar.to("cpu", non_blocking=True) for scalar in seen], torch.cuda.Event())
+            look[1].record()
+            before, self._last_look = self._last_look, look
+            if before is None:
+                return
+            before[1].synchronize()
+            seen = before[0]
+        if not all(math.isnan(value) for value in map(float, seen)):
+            self.repair()
+            self._last_look = None
+            names = [name for witness in self._witnesses for name in witness()]
+            which = f"parameter {names[0]!r}" if names else "a parameter (through .data or numpy)"
+            raise RuntimeError(
+                f"{which} was written to while its value was not here, so the write is lost; "
+                "write inside `with zeroshard.gathered(model, write=True):`"
+            )

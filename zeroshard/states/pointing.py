@@ -1,0 +1,88 @@
+"""Where the model's parameters point: at their views of a gathered flat, or at placeholders; and who wrote there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import parallel
+from ..config.layout import Slot
+from ..system import compat
+from .placeholder import Placeholders
+
+
+class PointedParameters:
+    """The parameters of one flat, which keep their identity and change their memory."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], dtype: torch.dtype, placeholders: Placeholders
+    ) -> None:
+        self._parameters, self._slots, self._dtype = parameters, slots, dtype
+        self._placeholders = placeholders
+        self._plain = all(parallel.local(parameter) is parameter for parameter in parameters)
+        self.views: list[Tensor] = []
+        """The parameters' places in the whole flat, whether or not that has memory now."""
+        self._stand_ins = [placeholders.parameter(slot.shape, dtype) for slot in slots]
+        self._pointers: list[int] = []
+        self._versions: list[int] = []
+        placeholders.ask_when_written(self.take_written_names)
+
+    def show(self, views: list[Tensor] | None = None) -> None:
+        """Points the parameters at their values; first, where it costs no wait, looks if a placeholder was spoilt."""
+        if views is not None:
+            self.views = views
+        else:
+            self._placeholders.check_now()
+        self._point(self.views)
+
+    def hide(self) -> None:
+        """Points the parameters at placeholders."""
+        self._point(self._stand_ins)
+
+    def outdate(self) -> None:
+        """What was read of the parameters is no longer what they are: a backward through it raises."""
+        compat.prepare_for_writing(list(self._parameters))
+        self.accept_writes()
+
+    def accept_writes(self) -> None:
+        """What was written until now counts as known."""
+        self._versions = compat.versions(self._parameters)
+
+    def take_written_names(self) -> list[str]:
+        """Parameters written in place since they were pointed where they are; asked again it names none."""
+        before, self._versions = self._versions, compat.versions(self._parameters)
+        changed = zip(self._slots, before, self._versions, strict=True)
+        return [slot.name for slot, old, new in changed if old != new]
+
+    def check(self, present: bool, *, writes_count: bool) -> None:
+        """Raises if a parameter was pointed elsewhere, or written to where writes do not count, as they are lost.
+
+        ``present`` tells whether parameters ought to point at their values.
+        """
+        parts = self._parameters if self._plain else [parallel.local(parameter) for parameter in self._parameters]
+        if compat.pointers(parts) == self._pointers and compat.versions(self._parameters) == self._versions:
+            return
+        facts = zip(self._slots, self._parameters, parts, self._versions, self._pointers, strict=True)
+        for slot, parameter, part, version, pointer in facts:
+            if compat.pointer(part) != pointer or part.dtype is not self._dtype or part.shape != slot.shape:
+                self._point(self.views if present else self._stand_ins)
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was pointed at other memory after shard(), by a conversion or by an "
+                    "assignment to .data; convert the model before shard(), and write values inside `with "
+                    "zeroshard.gathered(model, write=True):`"
+                )
+            if compat.version(parameter) != version and not writes_count:
+                self.accept_writes()
+                self._placeholders.repair()
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was written to where the write would be lost; "
+                    "write inside `with zeroshard.gathered(model, write=True):`"
+                )
+
+    def _point(self, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+            compat.point(parameter, tensor)
+        self._pointers = compat.pointers(tensors)
+        self.accept_writes()

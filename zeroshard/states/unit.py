@@ -1,0 +1,75 @@
+"""A unit: the parameters that are gathered, reduced and updated together, in one flat or several."""
+
+from __future__ import annotations
+
+from ..comm import parallel
+from ..comm.fabric import Fabric
+from ..config.layout import ROOT_TITLE, UnitSpec, divide_into_flats
+from ..config.options import Precision
+from ..config.table import StateTable
+from .flat import Flat, Presence
+from .placeholder import Placeholders
+
+
+class Unit:
+    """The parameters that are gathered, reduced and updated together, and the module whose calls they follow."""
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        *,
+        table: StateTable,
+        precision: Precision,
+        max_bytes: int,
+        fabric: Fabric,
+        placeholders: Placeholders,
+    ) -> None:
+        self.name = spec.name
+        self.title = spec.name or ROOT_TITLE
+        self.module = spec.module
+        itemsize = precision.parameters.itemsize if precision.parameters is not None else None
+        groups = divide_into_flats(
+            spec.parameters, max_bytes, itemsize, numel=parallel.share_numel, divided=parallel.divided
+        )
+        self.flats = [
+            Flat(
+                self.title if len(groups) == 1 else f"{self.title}#{number}",
+                members,
+                table=table,
+                precision=precision,
+                fabric=fabric,
+                placeholders=placeholders,
+            )
+            for number, members in enumerate(groups)
+        ]
+        self.holds = 0
+        """How many ``gathered`` blocks keep it present."""
+
+    @property
+    def trainable_flats(self) -> list[Flat]:
+        return [flat for flat in self.flats if flat.trainable]
+
+    @property
+    def numel(self) -> int:
+        return sum(flat.layout.numel for flat in self.flats)
+
+    @property
+    def present(self) -> bool:
+        return all(flat.presence is Presence.PRESENT for flat in self.flats)
+
+    def gather(self) -> None:
+        for flat in self.flats:
+            flat.gather()
+
+    def prefetch(self) -> None:
+        for flat in self.flats:
+            flat.prefetch()
+
+    def wait(self) -> None:
+        for flat in self.flats:
+            flat.wait()
+
+    def release(self) -> None:
+        if self.holds == 0:
+            for flat in self.flats:
+                flat.release()
