@@ -44,9 +44,9 @@ def greedy(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Greedy]:
     return model, optimizer, part
 
 
-def answer_of(model: nn.Module, device: torch.device = torch.device("cpu")) -> shortage.Answer:
+def answer_of(model: nn.Module, device: str = "cpu") -> shortage.Answer:
     runtime = runtime_of(model)
-    answer = shortage.Answer(model, runtime.units, runtime.ledger, title="rank 0, in stage 0", device=device)
+    answer = shortage.Answer(model, runtime.units, runtime.ledger, title="rank 0", device=torch.device(device))
     answer.device = torch.device("cuda", 0)
     return answer
 
@@ -126,7 +126,7 @@ def test_the_allocator_is_observed_once_however_many_models_come_and_go(monkeypa
 
     def come_and_go() -> None:
         model, _, _ = greedy(stage=0)
-        answer_of(model, torch.device("cuda", 0))
+        answer_of(model, "cuda:0")
 
     for _ in range(3):
         come_and_go()
