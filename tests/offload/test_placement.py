@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.offload.placement import stay_on_device, stay_within
+from zeroshard.offload.place import stay_on_device, stay_within
 
 SIZES = st.lists(st.integers(1, 10**10), min_size=1, max_size=20)
 

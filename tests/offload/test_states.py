@@ -11,9 +11,9 @@ import zeroshard
 from tests.models import net
 from tests.offload.scenarios import adamw, micro_batches, momentum, plain, sgd
 from zeroshard import Offload
-from zeroshard.offload.arena import ALIGNMENT, Arena
+from zeroshard.offload.pinned import ALIGNMENT, Block
 from zeroshard.offload.pipeline import HIGH_HALVES, RING
-from zeroshard.offload.states import HostBytes, HostStates, bytes_of, join, remainder, round_to, wanted
+from zeroshard.offload.host_buffers import HostBytes, HostBuffers, bytes_of, join, remainder, round_to, wanted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,8 +103,8 @@ def test_several_micro_batches_add_four_bytes_once() -> None:
 def test_buffers_fill_their_arenas_to_the_last_byte() -> None:
     for options, _, _ in BYTES.values():
         for numel in (1, 63, 64, 1000):
-            states = HostStates(Offload(**options), torch.bfloat16, numel, moments=ADAM)
-            arenas = [Arena(size, pinned=False) for size in (states.bytes.pinned, states.bytes.pageable)]
+            states = HostBuffers(Offload(**options), torch.bfloat16, numel, moments=ADAM)
+            arenas = [Block(size, pinned=False) for size in (states.bytes.pinned, states.bytes.pageable)]
             states.bind(*arenas)
             assert all(tensor.numel() == numel for tensor in states.tensors.values())
             for arena in arenas:

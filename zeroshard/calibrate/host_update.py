@@ -8,8 +8,8 @@ from types import TracebackType
 
 import torch
 
-from ..offload.arena import Arena
 from ..offload.kernel import AdamRule, Pool, Segment
+from ..offload.pinned import Block
 from ..offload.pipeline import default_threads
 
 RULE = AdamRule(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, step=100)
@@ -21,7 +21,7 @@ class HostUpdate:
     """Adam on masters and moments in fp32, gradients and parameters in bf16."""
 
     def __init__(self, device: torch.device, parameters: int) -> None:
-        arena = Arena(14 * parameters, pinned=False)  # the memory that states live in
+        arena = Block(14 * parameters, pinned=False)  # the memory that states live in
         gradient = arena.take(parameters, torch.bfloat16).fill_(0.01)
         master, first, second = (arena.take(parameters, torch.float32).fill_(0.01) for _ in range(3))
         segment = Segment(

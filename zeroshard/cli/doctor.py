@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..offload.cores import share
 from ..offload.library import VARIABLE, Simd, choose
 from ..system import machine
+from ..system.cores import share
 from ..system.machine import Amx
 
 OLDEST_TORCH = (2, 11)

@@ -155,10 +155,11 @@ class _OpenUnits(TorchFunctionMode):
         return [entry for entries in self._unset.values() for entry in entries]
 
     def _whole_master(self, flat: Flat) -> Tensor:
-        if flat.master.numel() == flat.layout.numel:
-            return flat.master
-        whole = torch.empty(flat.layout.numel, dtype=flat.master.dtype, device=flat.master.device)
-        self._fabric.gathers.all_gather(whole, flat.master, flat.label).wait()
+        master = flat.home.master().to(self._fabric.device)
+        if master.numel() == flat.layout.numel:
+            return master
+        whole = torch.empty(flat.layout.numel, dtype=master.dtype, device=master.device)
+        self._fabric.gathers.all_gather(whole, master, flat.label).wait()
         return whole
 
 
@@ -216,7 +217,7 @@ def _read(model: nn.Module, units: list[Unit], fabric: Fabric, path: Path, confi
         for flat in (flat for unit in units for flat in unit.flats):
             values = take_off_meta(flat, fabric.device)
             weights.read_flat(flat, values)
-            flat.keep(values)
+            flat.start_from(values)
         for buffer in model.buffers():
             if weights.holds(buffer):
                 weights.read_buffer(buffer)
@@ -224,7 +225,7 @@ def _read(model: nn.Module, units: list[Unit], fabric: Fabric, path: Path, confi
 
 def _leave_empty(model: nn.Module, units: list[Unit], fabric: Fabric) -> None:
     for flat in (flat for unit in units for flat in unit.flats):
-        flat.keep(take_off_meta(flat, fabric.device))
+        flat.start_from(take_off_meta(flat, fabric.device))
     for blank in blank_buffers(model, fabric.device):
         blank.value.zero_()
 

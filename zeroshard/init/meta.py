@@ -44,7 +44,7 @@ def take_off_meta(flat: Flat, device: torch.device) -> Tensor:
         if parameter.is_meta:
             nothing = torch.empty((), dtype=parameter.dtype, device=device)
             give_memory(parameter, nothing.expand(parallel.local(parameter).shape))
-    return torch.zeros(flat.kept.numel, dtype=flat.master_dtype, device=device)
+    return torch.zeros(flat.at_rest.numel, dtype=flat.master_dtype, device=device)
 
 
 @contextmanager

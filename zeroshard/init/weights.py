@@ -93,7 +93,7 @@ class Weights:
     def read_flat(self, flat: Flat, target: Tensor) -> None:
         """Fills ``target`` with the range of a flat that this rank keeps; padding stays as it is."""
         with _OpenFiles() as files:  # closed after each flat, so that pages of the files do not stay mapped
-            for piece in flat.layout.pieces(flat.kept):
+            for piece in flat.layout.pieces(flat.at_rest):
                 part = target[piece.offset :][: piece.numel]
                 self._read(files, flat.parameters[piece.slot], piece.start, part, flat.layout.slots[piece.slot])
 

@@ -19,8 +19,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..system.cores import share
 from . import fallback
-from .cores import share
 from .library import Choice, Simd, choose, load, path_number, warn_once
 from .segment import GRADIENTS, AdamRule, Rule, Segment, SGDRule, pack_rule, pack_segment, require_values
 

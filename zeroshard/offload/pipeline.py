@@ -4,7 +4,7 @@ Two threads do it, each in the order it was asked. The *mover* copies a gradient
 it up where there are several micro-batches. The *updater* runs the kernel, and sends new parameters off as soon as
 they are made. Neither issues a collective. The training thread only asks, and waits where it needs a result:
 
-    receive() in backward  →  mover: land          →  updater: update, publish  →  Publication.wait() in forward
+    receive() in backward  →  mover: land          →  updater: update, publish  →  SentParameters.wait() in forward
 
 A delayed update is published by the mover instead, when the next gradient of the unit lands: that is when the device
 has no more use for the old parameters.
@@ -24,12 +24,11 @@ from torch import Tensor
 
 from ..config.offload import Offload
 from ..system import compat, machine, trace
-from .arena import Arena, aligned
-from .cores import share
+from ..system.cores import share
 from .dry import DryPool, DryWorker
+from .host_buffers import HostBuffers, HostBytes
 from .kernel import Batch, Pool, Rule, run_together
-from .ring import Ring
-from .states import HostBytes, HostStates
+from .pinned import Block, Ring, aligned
 from .worker import POLL_SECONDS, Worker
 
 LANDING = 3
@@ -49,8 +48,8 @@ HIGH_HALVES = 3
 """Staging buffers for parameters that are read back: one arrives, one is updated, one is sent off."""
 
 
-class Publication:
-    """New parameters of a flat, on their way to where parameters rest."""
+class SentParameters:
+    """New parameters of a flat, on their way to where parameters rest (``states.home.Publication``)."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._workers, self._device = (pipeline.mover, pipeline.updater), pipeline.device
@@ -140,11 +139,11 @@ class Pipeline:
         self.room = threading.Semaphore(LANDING + dry)
         self.down = torch.cuda.Stream(device) if cuda else None
         self.up = torch.cuda.Stream(device) if cuda else None
-        self.arenas: tuple[Arena, ...] = ()
+        self.blocks: tuple[Block, ...] = ()
         self.unscaled = Factor(None)
         self.ring: Ring | None = None
         self.staging: Ring | None = None
-        self.states: list[HostStates] = []
+        self.buffers: list[HostBuffers] = []
         """Of all flats whose states live here."""
         self._tasks: deque[Task] = deque()
         self._asked = self._begun = 0
@@ -156,7 +155,7 @@ class Pipeline:
     @property
     def bytes(self) -> HostBytes:
         """What ``allocate`` takes."""
-        return sum((states.bytes for states in self.states), HostBytes(pinned=self.ring_bytes))
+        return sum((buffers.bytes for buffers in self.buffers), HostBytes(pinned=self.ring_bytes))
 
     @property
     def ring_bytes(self) -> int:
@@ -165,7 +164,7 @@ class Pipeline:
 
     @property
     def _largest(self) -> int:
-        sizes = [states.numel * states.dtype.itemsize for states in self.states if states.trained]
+        sizes = [buffers.numel * buffers.dtype.itemsize for buffers in self.buffers if buffers.trained]
         return aligned(max(sizes, default=0))
 
     @property
@@ -179,18 +178,18 @@ class Pipeline:
     def allocate(self) -> None:
         """Takes the host memory of all flats, in two blocks."""
         size = self.bytes
-        pinned = Arena(size.pinned, pinned=self.device.type == "cuda", dry=self.dry)
-        pageable = Arena(size.pageable, pinned=False, dry=self.dry)
-        for states in self.states:
-            states.bind(pinned, pageable)
+        pinned = Block(size.pinned, pinned=self.device.type == "cuda", dry=self.dry)
+        pageable = Block(size.pageable, pinned=False, dry=self.dry)
+        for buffers in self.buffers:
+            buffers.bind(pinned, pageable)
         if self._ring_count:
             self.ring = self._new_ring(pinned, self._ring_count)
         if self._staging_count:
             self.staging = self._new_ring(pinned, self._staging_count)
-        self.arenas = (pinned, pageable)
+        self.blocks = (pinned, pageable)
 
-    def _new_ring(self, arena: Arena, count: int) -> Ring:
-        return Ring([arena.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
+    def _new_ring(self, block: Block, count: int) -> Ring:
+        return Ring([block.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
 
     def now(self) -> torch.cuda.Event | None:
         """The point that the device's work has reached on the current stream."""
@@ -204,7 +203,7 @@ class Pipeline:
         """A second micro-batch comes: there must be room for sums in fp32."""
         if self._sums_expected:
             return
-        needed = 4 * sum(states.numel for states in self.states if states.trained)
+        needed = 4 * sum(buffers.numel for buffers in self.buffers if buffers.trained)
         available = machine.available_memory() // self.local_ranks
         if self.options.host_memory is not None:
             available = min(available, self.options.host_memory - self.bytes.total)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..config.bounds import ON_THEIR_WAY
-from ..offload.arena import aligned
+from ..offload.pinned import aligned
 from ..recompute.part import part_of
 from .shape import Setup, Transformer
 

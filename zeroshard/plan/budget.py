@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..offload.states import HostBytes
+from ..offload.host_buffers import HostBytes
 from .activations import transformer_activations
 from .device_memory import DeviceMemory, Phase
 from .rank_memory import RankMemory

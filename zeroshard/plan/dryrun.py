@@ -22,7 +22,7 @@ from ..comm.traffic import Traffic
 from ..config.offload import Offload
 from ..config.options import AUTO
 from ..observe.ledger import Memory
-from ..optim.place import room_for_states
+from ..offload.place import room_for_states
 from ..runtime import Runtime, runtime_of
 from ..states.flat import Flat
 from ..system import compat
@@ -168,13 +168,13 @@ def _without_values(
         pipeline = runtime.pipeline
         live.watch(sharded, lambda: (runtime.fabric.gathers.hash, 0 if pipeline is None else pipeline.copies))
         if pipeline is not None:
-            live.ignore([arena.block for arena in pipeline.arenas])
+            live.ignore([block.memory for block in pipeline.blocks])
         checkpoints = runtime.checkpoints
         for _ in range(STEPS):
             live.peak = 0
             _train(model, stepper, loss)
             if checkpoints is not None and checkpoints.stores.host is not None:
-                live.ignore([arena.block for arena in checkpoints.stores.host.arenas])
+                live.ignore([block.memory for block in checkpoints.stores.host.blocks])
         peak, rest = live.peak, live.now()
         with _AtPeak(runtime, live.now, peak) as seen:
             _train(model, stepper, loss)
@@ -183,9 +183,9 @@ def _without_values(
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor]) -> None:
     loss(model).backward()
-    pipeline = runtime_of(model).pipeline
-    if pipeline is not None:  # or what is on its way to the host would count for the device
-        pipeline.wait()
+    host = runtime_of(model).host
+    if host is not None:  # or what is on its way to the host would count for the device
+        host.wait()
     optimizer.step()
     optimizer.zero_grad()
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ..config.table import Extent, state_table
-from ..offload.placement import stay_on_device, stay_within
+from ..offload.place import stay_on_device, stay_within
 from .shape import Setup
 from .units import FlatShape, UnitShape
 

@@ -16,9 +16,9 @@ import torch
 
 from ..config.bounds import DEPOSIT_BYTES, FIRST_ELEMENTS, IN_FLIGHT, UPDATE_ELEMENTS
 from ..config.table import Extent, state_table
-from ..offload.arena import aligned
+from ..offload.host_buffers import HostBytes, bytes_of, wanted
+from ..offload.pinned import aligned
 from ..offload.pipeline import HIGH_HALVES, LANDING, RING
-from ..offload.states import HostBytes, bytes_of, wanted
 from .activations import Activations
 from .arena import Places, arena_bytes
 from .device_memory import DeviceMemory, Phase

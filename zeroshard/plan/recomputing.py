@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config.bounds import ON_THEIR_WAY
 from ..config.options import Activations
-from ..offload.arena import aligned
+from ..offload.pinned import aligned
 from ..system import compat
 
 

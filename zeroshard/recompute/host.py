@@ -12,7 +12,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ..offload.arena import Arena, aligned
+from ..offload.pinned import Block, aligned
 from ..system import machine
 
 MOST_WASTE = 2
@@ -22,10 +22,10 @@ MOST_WASTE = 2
 class _Slot:
     """A block of host memory, which stays pinned as long as it is there."""
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.size = arena.size
-        self.tensor = arena.take(arena.size, torch.uint8)
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.size = block.size
+        self.tensor = block.take(block.size, torch.uint8)
 
 
 def _size_of(slot: _Slot) -> int:
@@ -48,9 +48,9 @@ class HostPool:
         self._needed = self._peak = 0
 
     @property
-    def arenas(self) -> list[Arena]:
+    def blocks(self) -> list[Block]:
         """The memory of all slots."""
-        return [slot.arena for slot in (*self._free, *(slot for slot, _ in self._taken.values()))]
+        return [slot.block for slot in (*self._free, *(slot for slot, _ in self._taken.values()))]
 
     def take(self, size: int, *, dry: bool = False) -> Tensor:
         """A slot of so many bytes; in a dry run one without memory."""
@@ -85,7 +85,7 @@ class HostPool:
                 f"may use {room / 2**30:.2f} GiB more and has taken {self.bytes / 2**30:.2f} GiB; use a smaller batch, "
                 "or leave offload out"
             )
-        slot = _Slot(Arena(size, pinned=self._pinned, dry=dry))
+        slot = _Slot(Block(size, pinned=self._pinned, dry=dry))
         self.bytes += size
         return slot
 

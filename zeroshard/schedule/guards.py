@@ -61,10 +61,10 @@ class Guards:
             )
         for flat in flats:
             _check_here(flat, "load_state_dict()", prefix, LOAD_REMEDY)
-            if flat.host is not None and flat.host.held:
+            if flat.home.held:
                 self._finish_updates()  # or a delayed update would come over what is loaded
             flat.wait()
-            flat.before_write()
+            flat.home.before_write()
 
 
 def _check_here(flat: Flat, what: str, prefix: str, remedy: str) -> None:

@@ -26,7 +26,7 @@ from ..config.options import Config
 from ..config.table import Extent, Place, StateTable
 from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import Faults
-from ..states.flat import Flat, Presence, gradient_of
+from ..states.flat import Flat
 from ..states.unit import Unit
 from ..system import compat, trace
 from ..system.hook import Hook
@@ -85,19 +85,11 @@ class Schedule:
             return unit.name in self._config.keep or unit.title in self._config.keep
         return unit is self._root or (bool(self._training.last) and unit is self._training.last[-1])
 
-    def check_nothing_held(self, doing: str) -> None:
-        """An update would change parameters under a ``gathered`` block that shows them."""
-        for unit in self._units:
-            if unit.holds:
-                raise RuntimeError(
-                    f"{doing} inside `with zeroshard.gathered(...)`, which holds {unit.title!r}; leave the block first"
-                )
-
     def prepare_forward(self, outdated: Set[Flat]) -> None:
         """Gathers what the next forward begins with, as far as it is updated, under the update of the rest."""
         if self._sharded and self._training.last:
             for unit in (self._root, *self._training.last[: self._ahead]):
-                if not outdated.isdisjoint(unit.flats) or any(flat.host is not None for flat in unit.flats):
+                if not outdated.isdisjoint(unit.flats) or any(flat.home.asynchronous for flat in unit.flats):
                     return
                 unit.gather()
 
@@ -258,7 +250,7 @@ class Schedule:
         A rank that did waits for us, and we, in backward, for its gradients.
         """
         for flat in self._reducer.publishing_order():
-            if flat.presence is Presence.UPDATING and flat.gathers_from_others:
+            if flat.updating and flat.gathers_from_others:
                 flat.gather()
 
     def _release(self, unit: Unit) -> None:
@@ -347,17 +339,16 @@ class Schedule:
         # Where a unit was called and its gradient comes when it is gone again, the value was there when it was read:
         # autocast, say, had cast the parameter in an earlier forward. A NaN tells; so rare that looking costs nothing.
         uncalled = self._sharded and unit not in self._called
-        absent = flat.presence is not Presence.PRESENT
+        absent = not flat.present
         if uncalled or (absent and (not self._sharded or bool(gradient.isnan().any()))):
-            if flat.host is not None:
-                flat.host.check_not_updated()  # by an earlier gradient of this backward
+            flat.home.check_not_updated()  # by an earlier gradient of this backward
             raise RuntimeError(
                 f"parameter {flat.layout.slots[index].name!r} was used without a call of {unit.title!r}, the module "
                 "it is gathered for, so its value was not there; call that module's forward, or choose units= so that "
                 "the module that uses the parameter is a unit"
             )
         parameter.grad = None
-        buffers = gradient_of(flat)
+        buffers = flat.gradient
         buffers.add(index, gradient.detach())
         if buffers.complete:
             self._reducer.completed(flat)

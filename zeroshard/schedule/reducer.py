@@ -21,7 +21,7 @@ from ..comm.fabric import DisagreementError, Fabric
 from ..comm.lane import Lane
 from ..config.bounds import IN_FLIGHT
 from ..states.buffers import Buffers
-from ..states.flat import Flat, gradient_of
+from ..states.flat import Flat
 from ..states.gradient import FlatGradient
 from ..states.unit import Unit
 
@@ -56,7 +56,7 @@ class Reducer:
 
     @property
     def gradients(self) -> list[FlatGradient]:
-        return [gradient_of(flat) for flat in self.flats]
+        return [flat.gradient for flat in self.flats]
 
     def propose_order(self, forward: list[Unit]) -> None:
         """Takes note of the first forward pass; rank 0's becomes the order of all in the first agreement."""
@@ -108,10 +108,10 @@ class Reducer:
                     self._reduce(flat)
             self._position = 0
         self._passed.clear()
-        for gradient in self.gradients:
-            if gradient.visible or gradient.on_host:
-                gradient.settle()
-            gradient.show()
+        for flat in self.flats:
+            if flat.home.takes_early:
+                flat.gradient.settle()
+            flat.gradient.show()
 
     def agree(self) -> bool:
         """Brings all ranks to the same averaged gradients and the same list of used parameters. In ``step()``.
@@ -128,7 +128,7 @@ class Reducer:
         if self._fabric.world > 1:
             self._compare()
         for flat in self.order:
-            if gradient_of(flat).unreduced:
+            if flat.gradient.unreduced:
                 self._reduce(flat)
         self._settle_order()
         self._early = [flat for flat in self.order if flat not in self._late and flat not in self._idle]
@@ -158,12 +158,12 @@ class Reducer:
             if flat not in self._passed:
                 return
             self._position += 1
-            if not gradient_of(flat).complete:
+            if not flat.gradient.complete:
                 self._incomplete.add(flat)
             self._reduce(flat)
 
     def _reduce(self, flat: Flat) -> None:
-        gradient = gradient_of(flat)
+        gradient = flat.gradient
         gradient.reduce()
         self._inflight.append(gradient)
         while len(self._inflight) >= (
@@ -181,8 +181,8 @@ class Reducer:
         alone = self._fabric.model.world == 1  # else buffers may be of a rank's part of the model
         same = [self._backwards, *(lane.hash for lane in lanes), self._buffers.shapes if alone else 0]
         flats = self.order
-        used = [mark for flat in flats for mark in gradient_of(flat).used]
-        waiting = [gradient_of(flat).unreduced for flat in flats]
+        used = [mark for flat in flats for mark in flat.gradient.used]
+        waiting = [flat.gradient.unreduced for flat in flats]
         partial = [flat in self._incomplete for flat in flats]
         values = [*same, *(-value for value in same), *asked, *used, *waiting, *partial]
         agreed = deque(self._fabric.maximum([int(value) for value in values]))
@@ -201,12 +201,12 @@ class Reducer:
                 raise DisagreementError(self._first_difference(lane))
         self.stop_agreed, self._buffers.differ = bool(agreed.popleft()), bool(agreed.popleft())
         for flat in flats:
-            gradient = gradient_of(flat)
+            gradient = flat.gradient
             gradient.used = [bool(agreed.popleft()) for _ in gradient.used]
         for flat in flats:
-            gradient_of(flat).awaited = bool(agreed.popleft())
+            flat.gradient.awaited = bool(agreed.popleft())
         self._late |= {flat for flat in flats if agreed.popleft()}
-        self._idle = {flat for flat in flats if not any(gradient_of(flat).used)}
+        self._idle = {flat for flat in flats if not any(flat.gradient.used)}
 
     def _first_difference(self, lane: Lane) -> str:
         logs = self._fabric.gather_objects(list(lane.log))

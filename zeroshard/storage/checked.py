@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..optim.optimizer import ShardedOptimizer
-from ..optim.piece_states import SCALARS
 from ..optim.shardable import ELEMENTWISE
+from ..optim.updates import SCALARS
 from .format import INDEX, SHOWN, VALUE, InvalidIndexError, count, state_name
 from .index import Index
 from .values import EncodingError, decode

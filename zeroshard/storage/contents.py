@@ -21,7 +21,7 @@ from ..comm.fabric import Fabric
 from ..config.layout import Piece, Range
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime
-from ..states.flat import Flat, MasterPiece
+from ..states.flat import Flat
 from . import random_state
 from .boxes import Region, numel_of, whole_box
 from .describe import describe
@@ -66,7 +66,7 @@ def collect(
 ) -> Contents:
     """Everything that this rank has to write. Waits for updates under way; no tensor is read yet."""
     fabric = runtime.fabric
-    runtime.schedule.check_nothing_held("save()")
+    runtime.check_no_block_open("save()")
     if runtime.optimizer is not None:
         runtime.optimizer.settle("save()")
     large: list[Tensor] = []
@@ -116,14 +116,14 @@ class _Masters:
         """Bytes of the largest one."""
 
     def expect(self, flat: Flat) -> None:
-        if flat.host is not None and flat.host.states.split:
+        if flat.home.joins_master:
             self.largest = max(self.largest, flat.own.numel * flat.master_dtype.itemsize)
 
     def of(self, flat: Flat) -> Tensor:
         """This flat's; pieces of a flat are read one after the other, as they are listed."""
         if self._values is None or self._flat is not flat:
             self._flat = self._values = None
-            self._flat, self._values = flat, flat.own_values()
+            self._flat, self._values = flat, flat.home.master()
         return self._values
 
 
@@ -133,19 +133,18 @@ def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Held]:
     part = written_range(flat, fabric)
     pieces = flat.layout.pieces(part)
     if not flat.trainable:
-        into_kept = part.start - flat.kept.start
+        at_rest = partial(getattr, flat, "parameters_at_rest")
+        into_kept = part.start - flat.at_rest.start
         for piece in pieces:
-            yield _held(
-                flat, piece, VALUE, flat.dtype, partial(_slice, flat.kept_values, into_kept + piece.offset, piece)
-            )
+            yield _held(flat, piece, VALUE, flat.dtype, partial(_slice, at_rest, into_kept + piece.offset, piece))
         return
     masters.expect(flat)
     master = partial(masters.of, flat)
     into_own = part.start - flat.own.start
     for piece in pieces:
         yield _held(flat, piece, VALUE, flat.master_dtype, partial(_slice, master, into_own + piece.offset, piece))
-    if flat.host is not None and flat.host.held:
-        shown = flat.host.shown
+    if flat.home.held:
+        shown = flat.home.shown
         for piece in pieces:
             yield _held(flat, piece, SHOWN, flat.dtype, partial(_slice, shown, into_own + piece.offset, piece))
 
@@ -164,8 +163,9 @@ def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Itera
     owners = {piece.slot: piece for piece in flat.pieces}
     for piece in flat.layout.pieces(written_range(flat, fabric)):
         owner = owners[piece.slot]
-        for name, value in optimizer.piece_states.of(owner).items():
-            if is_elementwise(value, owner):
+        tensor = flat.pieces[owner]
+        for name, value in optimizer.piece_states.of(tensor).items():
+            if is_elementwise(value, tensor):
                 part_of = value[piece.start - owner.start :][: piece.numel]
                 yield _held(flat, piece, _kind_of_state(name), value.dtype, partial(_itself, part_of))
 
@@ -176,17 +176,17 @@ def _kind_of_state(name: object) -> str:
     return state_kind(name)
 
 
-def is_elementwise(value: object, piece: MasterPiece) -> bool:
+def is_elementwise(value: object, piece: Tensor) -> bool:
     """Whether a state has one element for each of the piece's; the others belong to the parameter as a whole."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.tensor.shape
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.shape
 
 
 def _scalars(flat: Flat, optimizer: ShardedOptimizer) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for piece in flat.pieces:
+    for piece, tensor in flat.pieces.items():
         name = name_of(flat.layout.slots[piece.slot].name)
-        state = optimizer.piece_states.of(piece)
-        mine = {key: value for key, value in state.items() if not is_elementwise(value, piece)}
+        state = optimizer.piece_states.of(tensor)
+        mine = {key: value for key, value in state.items() if not is_elementwise(value, tensor)}
         if mine:
             found[name] = encode(mine, f"the optimizer's state of {name!r}", partial(_too_large, name))
     return found

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+from ..config.table import Place
 from ..runtime import Runtime
 from .format import CheckpointError
 from .names import name_of
@@ -27,7 +28,7 @@ def describe(runtime: Runtime) -> dict[str, Any]:
         "rounded_on_host": [
             name_of(slot.name)
             for flat in flats
-            if flat.trainable and flat.host is not None
+            if flat.trainable and flat.home.place is Place.HOST
             for slot in flat.layout.slots
         ],
     }

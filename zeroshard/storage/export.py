@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..offload.states import round_to
+from ..offload.host_buffers import round_to
 from .boxes import Region, whole_box
 from .checked import check_about, decoded, no_tensor
 from .folder import candidates

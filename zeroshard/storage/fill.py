@@ -55,29 +55,25 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 def _fill_values(reader: Reader, flat: Flat) -> None:
     if not flat.trainable:
-        _read_range(reader, flat, VALUE, flat.kept, flat.kept_values())
+        _read_range(reader, flat, VALUE, flat.at_rest, flat.parameters_at_rest)
         return
-    if flat.host is None:
-        _read_range(reader, flat, VALUE, flat.own, flat.own_values())
-        return
-    states = flat.host.states
-    values = torch.zeros(states.numel) if states.split else states.stored
+    values = flat.home.loading()
     _read_range(reader, flat, VALUE, flat.own, values)
-    flat.host.adopt(values)
+    flat.home.adopt(values)
 
 
 def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> None:
-    index = reader.index
+    index, keeper = reader.index, optimizer.piece_states.keeper(flat)
     for piece in flat.pieces:
         name = name_of(flat.layout.slots[piece.slot].name)
-        region = region_of(flat, piece.slot, piece.start, piece.start + piece.tensor.numel())
+        region = region_of(flat, piece.slot, piece.start, piece.stop)
         moments = {kind: state for kind in index.kinds[name] if (state := state_name(kind)) is not None}
         for kind, state in moments.items():
-            target = optimizer.piece_states.room_for(flat, piece, state, index.dtype(name, kind))
+            target = keeper.room_for(piece, state, index.dtype(name, kind))
             assert target is not None, f"{state!r} of {name!r}: what does not fit was refused before"
             reader.read(name, kind, region, target)
         scalars = decode(index.scalars.get(name, {}), f"the state of {name!r}", no_tensor)
-        optimizer.piece_states.take_scalars(flat, piece, scalars, moments=bool(moments))
+        keeper.take_scalars(piece, scalars, moments=bool(moments))
 
 
 def _read_range(reader: Reader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
@@ -95,12 +91,11 @@ def publish(runtime: Runtime, older: dict[Flat, Tensor]) -> None:
         if flat not in older:
             flat.publish()
             continue
-        assert flat.host is not None
-        newest = flat.host.master().clone()
-        flat.host.adopt(older[flat])
+        newest = flat.home.master().clone()
+        flat.home.adopt(older[flat])
         flat.publish()
         flat.wait_if_whole()
-        flat.host.hold(newest)
+        flat.home.hold(newest)
 
 
 def _is_held(index: Index, flat: Flat) -> bool:

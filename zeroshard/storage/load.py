@@ -63,7 +63,7 @@ def load(
     problem: Exception | None = None
     try:
         check_optimizer(runtime, optimizer, "load")
-        runtime.schedule.check_nothing_held("load()")
+        runtime.check_no_block_open("load()")
         if runtime.optimizer is not None:
             runtime.optimizer.settle("load()")
         folders = candidates(Path(path).absolute())
@@ -145,7 +145,7 @@ def _load(
             values.give(runtime, scheduler, loader, random)
             runtime.faults.states_loaded()
             if runtime.optimizer is not None:
-                runtime.optimizer.check_replicas = True
+                runtime.optimizer.states_loaded()
         except Exception as error:
             problem = error
         agree(fabric, problem)

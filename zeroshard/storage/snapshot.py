@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.fabric import Fabric
-from ..offload.arena import Arena, aligned
+from ..offload.pinned import Block, aligned
 from ..system import compat, machine
 from .contents import Contents
 from .write import Held
@@ -22,7 +22,7 @@ class Snapshots:
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
-        self._arena: Arena | None = None
+        self._block: Block | None = None
         self.memory: Tensor | None = None
 
     def size(self, contents: Contents) -> int:
@@ -41,14 +41,14 @@ class Snapshots:
         if self.memory is None or self.memory.numel() < size:
             self.give_back()
             try:
-                self._arena = Arena(size, pinned=self._fabric.device.type == "cuda")
-                self.memory = self._arena.take(size, torch.uint8)
+                self._block = Block(size, pinned=self._fabric.device.type == "cuda")
+                self.memory = self._block.take(size, torch.uint8)
             except Exception as error:  # pinned memory has limits of its own, that no count of free bytes shows
                 return f"{type(error).__name__}: {error}"
         return None
 
     def give_back(self) -> None:
-        self.memory = self._arena = None
+        self.memory = self._block = None
 
     def take(self, contents: Contents) -> Contents:
         """The same contents, in memory that training does not touch; ``allocate`` has got it."""

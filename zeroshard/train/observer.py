@@ -118,7 +118,7 @@ class Observer:
     def _measure(self, pipeline: Pipeline, stats: Stats) -> Offloaded:
         runtime = runtime_of(self._model)
         ranks = shared_by(state_table(stats.stage, runtime.fabric.shards).optimizer.extent, runtime.fabric.shards)
-        sizes = [ranks * states.numel for states in pipeline.states]
+        sizes = [ranks * buffers.numel for buffers in pipeline.buffers]
         assert stats.memory_at_step is not None, "a step has been made"
         assert stats.host_memory is not None, "there is a pipeline"
         return Offloaded(

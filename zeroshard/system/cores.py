@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..system import machine
+from . import machine
 
 
 @dataclass(frozen=True)

@@ -18,22 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..config.layout import Piece
 from ..config.offload import Offload
-from .arena import Arena, aligned
-
-
-class HostPiece(NamedTuple):
-    """The part of one parameter that a flat's host states hold."""
-
-    slot: int
-    """Index of the parameter in its flat."""
-    start: int
-    """First element, counted inside the parameter."""
-    offset: int
-    """First element, counted inside the buffers."""
-    numel: int
-    key: int
-    """Identifies the parameter, for stochastic rounding."""
+from .pinned import Block, aligned
 
 
 class Buffer(NamedTuple):
@@ -90,22 +77,21 @@ def bytes_of(buffers: Sequence[Buffer], numel: int) -> HostBytes:
     return HostBytes(sum(size for size, pinned in sizes if pinned), sum(size for size, pinned in sizes if not pinned))
 
 
-class HostStates:
-    """The buffers of one flat's range."""
+class HostBuffers:
+    """The buffers of one flat's range in host memory."""
 
     def __init__(
         self,
         options: Offload,
         dtype: torch.dtype,
         numel: int,
-        pieces: Sequence[HostPiece] = (),
         moments: Sequence[str] | None = None,
     ) -> None:
-        self.dtype, self.numel, self.pieces = dtype, numel, tuple(pieces)
+        self.dtype, self.numel = dtype, numel
         self.trained = moments is not None
         self.moment_names = tuple(moments or ())
         self.split = options.split_master and self.trained
-        self._resting_on_host = options.parameters == "cpu"
+        self.rests_here = options.parameters == "cpu"
         self._wanted = wanted(options, dtype, moments)
         self._buffers: dict[str, Tensor] = {}
         self.total: Tensor | None = None
@@ -115,8 +101,8 @@ class HostStates:
         """What the buffers take; not ``total``, which comes with a second micro-batch."""
         return bytes_of(self._wanted, self.numel)
 
-    def bind(self, pinned: Arena, pageable: Arena) -> None:
-        """Takes the buffers from their arenas."""
+    def bind(self, pinned: Block, pageable: Block) -> None:
+        """Takes the buffers from blocks of host memory."""
         for name, dtype, is_pinned in self._wanted:
             self._buffers[name] = (pinned if is_pinned else pageable).take(self.numel, dtype)
 
@@ -142,7 +128,7 @@ class HostStates:
     @property
     def resting(self) -> Tensor | None:
         """The parameters, where they live on the host."""
-        if not self._resting_on_host:
+        if not self.rests_here:
             return None
         for name in ("resting", "high", "master"):
             if name in self._buffers:
@@ -163,19 +149,20 @@ class HostStates:
                 return self._buffers[name]
         return slot
 
-    def moments(self, piece: HostPiece) -> tuple[Tensor, ...]:
-        """The moments of one piece."""
-        return tuple(self.part(self._buffers[name], piece) for name in self.moment_names)
-
-    def part(self, buffer: Tensor, piece: HostPiece) -> Tensor:
-        """The part of a buffer that belongs to a piece."""
-        return buffer[piece.offset : piece.offset + piece.numel]
+    def moments(self, piece: Piece) -> dict[str, Tensor]:
+        """The moments of one piece, by name."""
+        return {name: part(self._buffers[name], piece) for name in self.moment_names}
 
     def new_total(self) -> Tensor:
         """The buffer for sums, made when it is first needed and kept."""
         if self.total is None:
             self.total = torch.empty(self.numel, dtype=torch.float32)
         return self.total
+
+
+def part(buffer: Tensor, piece: Piece) -> Tensor:
+    """The part of a buffer that belongs to a piece."""
+    return buffer[piece.offset : piece.offset + piece.numel]
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:

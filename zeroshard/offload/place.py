@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
 
 from ..comm.fabric import Fabric
-from ..config.layout import Slot
 from ..config.offload import Offload
 from ..config.options import Config
-from ..offload.pipeline import Pipeline
-from ..offload.placement import stay_on_device, stay_within
-from ..offload.rules import moment_names
-from ..offload.shard import HostShard
-from ..offload.states import HostPiece, HostStates
-from ..states.flat import Flat, Turns
+from ..states.flat import Flat
+from ..states.turns import Turns
 from ..states.unit import Unit
 from ..system import compat, machine
+from .home import HostHome
+from .host_buffers import HostBuffers
+from .pipeline import Pipeline
+from .rules import moment_names
+from .step import HostStep
 
 ROOM = "the agreement on memory for an offload"
 DEVICE_SHARE = 0.6
@@ -27,8 +26,8 @@ DEVICE_SHARE = 0.6
 
 def place_on_host(
     units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric, turns: Turns
-) -> Pipeline | None:
-    """Gives the flats whose states live on the host their memory there; None if nothing does."""
+) -> HostStep | None:
+    """Gives the flats whose states live on the host their home there; None if nothing does."""
     options = config.offload
     if options is None:
         return None
@@ -39,33 +38,26 @@ def place_on_host(
     pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=fabric.local_ranks, dry=dry, tell=tell)
     _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)
+    step = HostStep(pipeline, units, optimizer)
     for unit, stays in zip(units, _stay(units, options, fabric), strict=True):
         for flat in unit.flats:
             if flat.trainable and not stays:
                 assert moments is not None
                 _check_dtype(flat)
-                pieces = [
-                    HostPiece(p.slot, p.start, p.offset, p.numel, _key(flat.layout.slots[p.slot]))
-                    for p in flat.layout.pieces(flat.own)
-                ]
-                states = HostStates(options, flat.dtype, flat.own.numel, pieces, moments)
-                flat.live_on(HostShard(pipeline, states, flat.label), turns)
+                home = HostHome(flat, pipeline, step, HostBuffers(options, flat.dtype, flat.own.numel, moments))
+                step.homes[flat] = home
+                flat.live_in(home, turns)
             elif not flat.trainable and options.parameters == "cpu":
-                states = HostStates(options, flat.dtype, flat.shard_range.numel)
-                flat.live_on(HostShard(pipeline, states, flat.label), turns)
-    if not pipeline.states:
+                buffers = HostBuffers(options, flat.dtype, flat.shard_range.numel)
+                flat.live_in(HostHome(flat, pipeline, step, buffers), turns)
+    if not pipeline.buffers:
         if fabric.rank == 0 and options.host_fraction == "auto":
             print("zeroshard: all states fit the device's budget, so nothing is offloaded")
         return None
     if not dry:
         _check_room(pipeline, options, fabric)
     _allocate(pipeline, fabric)
-    return pipeline
-
-
-def _key(slot: Slot) -> int:
-    """Tells parameters apart, and parts of one that tensor parallelism has divided."""
-    return zlib.crc32(f"{slot.name}{'' if slot.box is None else slot.box.offsets}".encode())
+    return step
 
 
 def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:
@@ -94,9 +86,7 @@ def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]
     if budget is None:
         budget = room_for_states(fabric.device, fabric.local_ranks)
     flats = [flat for unit in units for flat in unit.flats]
-    at_rest = sum(
-        (flat.shard_range if flat.sharded else flat.layout.whole).numel * flat.dtype.itemsize for flat in flats
-    )
+    at_rest = sum(flat.at_rest.numel * flat.dtype.itemsize for flat in flats)
     widest = max(flat.dtype.itemsize for flat in flats)
     masters = 4 if any(flat.master_dtype is not flat.dtype for flat in flats) else 0
     budget = -fabric.maximum([at_rest - budget], ROOM)[0]
@@ -146,3 +136,28 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
 
 def _size(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:
+    """For units in the order in which forward needs them: whose states stay on the device.
+
+    The first ones do, because the next forward would wait for them first; as many as make up ``1 - host_fraction``.
+
+    >>> stay_on_device([4, 2, 2, 2], host_fraction=0.3)
+    [True, True, False, False]
+    """
+    return _first(sizes, round((1 - host_fraction) * sum(sizes)))
+
+
+def stay_within(sizes: Sequence[int], bytes_on_device: float, budget: int) -> list[bool]:
+    """The same by what a budget of bytes has room for, at so many bytes an element."""
+    return _first(sizes, int(budget / bytes_on_device))
+
+
+def _first(sizes: Sequence[int], room: int) -> list[bool]:
+    """Those that fit, the first ones first; one that is too large does not keep smaller ones out."""
+    chosen = []
+    for size in sizes:
+        chosen.append(size <= room)
+        room -= size if chosen[-1] else 0
+    return chosen

@@ -1,0 +1,200 @@
+"""A step of the flats whose home is the host: which are updated, in which order, with which rules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.offload import Offload
+from ..config.table import Place
+from ..states.flat import Flat
+from ..states.unit import Unit, check_no_block_open
+from .home import HostHome
+from .kernel import Rule
+from .pipeline import Factor, Pipeline
+from .rules import moment_names, rule_of
+
+
+class HostStep:
+    """The updates on the host of one model.
+
+    It gives ``ShardedOptimizer`` what the updates on the device give it, too (``optim.updates.Updates``).
+    """
+
+    place = Place.HOST
+
+    def __init__(self, pipeline: Pipeline, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None) -> None:
+        self.pipeline, self._units, self._optimizer = pipeline, units, optimizer
+        self._options: Offload = pipeline.options
+        self.homes: dict[Flat, HostHome] = {}
+        """Of the trainable flats that live here."""
+        self._delaying = False
+        self._micro_batches = 1
+        """Backward passes that made up the last step."""
+        self._settings: list[dict[str, Any]] | None = None
+        """Hyper-parameters as they were when a backward that updates began."""
+        self._moments = () if optimizer is None else moment_names(optimizer)
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._groups = {id(parameter): group for group in groups for parameter in group["params"]}
+
+    # -- asked by homes, in backward ------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether updates are made in backward."""
+        return self._options.update_in_backward
+
+    @property
+    def counts_matter(self) -> bool:
+        """Whether step counts are a part of the state: Adam needs them, and so does the rounding of 16-bit moments."""
+        return "exp_avg" in self._moments or self._options.moments is not torch.float32
+
+    def publishes_with(self, home: HostHome) -> bool:
+        """Whether a held update is published when this gradient comes, for the device needs the old values no more."""
+        # All micro-batches of a step see one version of the parameters: what the device still needs is published in
+        # step() instead.
+        if home.held and self._micro_batches == 1:
+            check_no_block_open(self._units, "a backward that publishes a delayed update")
+            home.held = False
+            return True
+        if self._delaying and self._micro_batches == 1 and home.received:
+            self._micro_batches = home.received + 1
+            warnings.warn(
+                "offload.delayed_update_after: this step has more micro-batches than the one before, so the later "
+                "ones ran on newer parameters than the first; this happens once",
+                stacklevel=2,
+            )
+        return False
+
+    def begin_updates(self) -> None:
+        """Called by every home that updates in backward. Hyper-parameters may not change until the step."""
+        check_no_block_open(self._units, "a backward that updates")
+        if self._settings is None:
+            self._settings = self._read_settings()
+
+    def rules(self, home: HostHome, used: Sequence[bool]) -> dict[int, Rule]:
+        """This step's rule for the parameters in use, of those that this rank has a piece of. Counts the step."""
+        assert self._optimizer is not None
+        rules: dict[int, Rule] = {}
+        made: dict[tuple[int, int], Rule] = {}  # pieces of one group have mostly made as many steps
+        for piece in home.counts:
+            if used[piece.slot]:
+                home.counts[piece] += 1
+                group = self._groups[id(home.flat.parameters[piece.slot])]
+                key = (id(group), home.counts[piece])
+                if key not in made:
+                    made[key] = rule_of(self._optimizer, group, home.counts[piece])
+                rules[piece.slot] = made[key]
+        return rules
+
+    # -- asked by the optimizer, in step() ------------------------------------------------------------------------
+
+    @property
+    def flats(self) -> list[Flat]:
+        return list(self.homes)
+
+    def keeper(self, flat: Flat) -> HostHome:
+        """What keeps a flat's states by piece."""
+        return self.homes[flat]
+
+    def before_step(self) -> None:
+        """Brings parameters that no forward asked for since the last step where they belong."""
+        for flat, home in self.homes.items():
+            if not home.has_gradient:
+                flat.wait_if_whole()
+
+    def update(self, order: list[Flat], step: int) -> Iterator[list[Flat]]:
+        """Has all flats updated that have a gradient, in the order in which the next forward needs them.
+
+        Where the update is delayed, it is in the order in which the next backward brings new gradients. Nothing is
+        yielded: the updates go on when this returns.
+        """
+        after = self._options.delayed_update_after
+        self._delaying = after is not None and step > after
+        self.skip()  # of units that got no gradient since, or several
+        self._micro_batches = max([1, *(home.received for home in self.homes.values())])
+        self._check_settings()
+        homes = [self.homes[flat] for flat in (order if self._delaying else order[::-1]) if flat in self.homes]
+        waiting = [home for home in homes if not home.updated_early and any(home.flat.gradient.used)]
+        for home in waiting:
+            if not home.has_gradient:
+                raise home.flat.gradient.missing()
+        for home in homes:
+            if home.updated_early:
+                home.acknowledge()
+        if self._options.update_in_backward:
+            for home in waiting:
+                home.update_late()
+        else:
+            self._update_all(waiting)
+        if self._options.blocking:
+            self.pipeline.wait()
+        return iter(())
+
+    def _update_all(self, homes: list[HostHome]) -> None:
+        values = [home.factor for home in homes]
+        rules = [self.rules(home, home.flat.gradient.used) for home in homes]
+        factors = {value: Factor(value) for value in dict.fromkeys(values)}
+        with self.pipeline.failing_together():  # from here on somebody may wait for what is asked for
+            publications = [home.expect_step(delayed=self._delaying) for home in homes]
+            free = self.pipeline.now()
+            for home, rule, value, publication, following in zip(
+                homes, rules, values, publications, [*homes, None][1:], strict=True
+            ):
+                home.update(rule, factors[value], free, publication, following)
+
+    def skip(self) -> None:
+        """Makes delayed updates visible now: they belong to the step before."""
+        for home in self.homes.values():
+            home.publish_held()
+
+    def finish(self) -> None:
+        """Publishes what a delayed update has made, and waits for all updates."""
+        self.skip()
+        self.pipeline.wait()
+
+    def wait(self) -> None:
+        """Waits for all updates, and publishes nothing."""
+        self.pipeline.wait()
+
+    def settle(self) -> None:
+        """Waits until neither the host nor the device has anything to do."""
+        self.pipeline.settle()
+
+    def _read_settings(self) -> list[dict[str, Any]]:
+        assert self._optimizer is not None
+        return [
+            {key: float(v) if isinstance(v, Tensor) else v for key, v in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _check_settings(self) -> None:
+        before, self._settings = self._settings, None
+        if before is None:
+            return
+        for old, new in zip(before, self._read_settings(), strict=True):
+            for name, value in new.items():
+                if old.get(name) != value:
+                    raise RuntimeError(
+                        f"offload.update_in_backward: {name!r} was changed after backward had begun to update with it; "
+                        "change hyper-parameters after step(), or leave the option out"
+                    )
+
+    # -- for checkpoints ------------------------------------------------------------------------------------------
+
+    def progress(self) -> dict[str, int]:
+        """What the next step takes from the last one, besides states."""
+        return {"delaying": int(self._delaying), "micro_batches": self._micro_batches}
+
+    def load_progress(self, progress: dict[str, int]) -> None:
+        """Goes on from what ``progress`` returned."""
+        self._delaying, self._micro_batches = bool(progress["delaying"]), progress["micro_batches"]
+
+    @property
+    def delays(self) -> bool:
+        """Whether updates may be held back."""
+        return self._options.delayed_update_after is not None
