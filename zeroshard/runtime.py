@@ -22,7 +22,6 @@ from .optim.loss_scale import LossScaler
 from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.place import place_on_host
-from .recompute.arena import DeviceArena
 from .recompute.checkpoint import Checkpoints
 from .recompute.kept import Stores
 from .schedule.guards import Guards
@@ -82,7 +81,6 @@ class Runtime(NotCopyable):
 
         turns = Turns()
         self.pipeline = place_on_host(self.units, optimizer, config, fabric, turns)
-        self.arena = DeviceArena(fabric.device) if config.arena else None
         make_ordinary(model)
         adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
@@ -112,9 +110,6 @@ class Runtime(NotCopyable):
             )
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._keep_activations()
-        if self.arena is not None:
-            for gradient in self.reducer.gradients:
-                gradient.live_in(self.arena)
         self.guards = Guards(model, self.units, fabric.device, self.finish_updates)
         title = f"rank {fabric.rank}, in stage {self.stage}"
         self.shortage = Answer(model, self.units, self.ledger, title=title, device=fabric.device)
@@ -137,7 +132,7 @@ class Runtime(NotCopyable):
                 "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
                 "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
             )
-        stores = Stores(options, self.fabric, self.arena, self.fabric.local_ranks)
+        stores = Stores(options, self.fabric, self.fabric.local_ranks)
         checkpoints = Checkpoints(stores)
         blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
         checkpoints.watch(self.model, blocks)
@@ -274,8 +269,6 @@ class Runtime(NotCopyable):
             self._checkpoint_traffic = self.checkpoints.stores.take_traffic()
         self._volume_between = self.fabric.meter_between.take()
         self._volume_model = self.fabric.meter_model.take()
-        if self.arena is not None and self.optimizer is not None:
-            self.arena.settle(self.optimizer.steps)
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -130,15 +130,13 @@ class Ledger:
         """What comes and goes within a step."""
         gradients: list[Tensor] = []
         accumulators: list[Tensor] = []
-        in_arena = 0
         for flat in self._flats:
             if flat.gradient is not None:
                 held, extra = flat.gradient.tensors()
                 gradients += held
                 accumulators += extra
-                in_arena += flat.gradient.arena_bytes
         return Memory(
-            gradients=_bytes(gradients) + in_arena,
+            gradients=_bytes(gradients),
             accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators) if accumulators else 0,
             gathered=_bytes(flat.whole for flat in self._gathering),
         )

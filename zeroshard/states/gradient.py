@@ -27,7 +27,6 @@ from ..config.layout import FlatLayout, Range
 from ..config.options import Precision
 from ..config.table import Extent, StateTable
 from ..offload.shard import HostShard
-from ..recompute.arena import DeviceArena, Slot
 from ..system import compat
 from .placeholder import Placeholders
 from .shown_gradients import ShownGradients
@@ -79,19 +78,12 @@ class FlatGradient:
         self._accumulator: Tensor | None = None
         self._factor: Tensor | None = None
         self._shown = ShownGradients(parameters, layout.slots, dtype, placeholders)
-        self._arena: DeviceArena | None = None
-        self._slot_in_arena: Slot | None = None
         self._host: HostShard | None = None
         self._deliver: Callable[[Tensor, bool], bool] | None = None
         self.used = [False] * count
         """Which parameters got a gradient since the last step: on this rank, and after the agreement on any."""
         self.awaited = False
         """Some rank holds gradients that the others have not seen, so all must reduce."""
-
-    def live_in(self, arena: DeviceArena) -> None:
-        """Reduced gradients lie in an arena, where they wait for the step and no user sees them."""
-        if not self.visible and not self.on_host:
-            self._arena = arena
 
     def live_on(self, host: HostShard, deliver: Callable[[Tensor, bool], bool]) -> None:
         """Averaged gradients go to the host: ``deliver`` takes one, or returns False if it is to stay for the step.
@@ -153,7 +145,7 @@ class FlatGradient:
         if not arrived:
             return
         if self._local is None:
-            self._local = self._new_local()
+            self._local = self._new(self.layout.numel)
             if len(self.layout.padding) > 1:
                 self._local.zero_()  # one fill of everything is cheaper than a kernel for each gap
         again = [index for index in arrived if self._written[index]]
@@ -175,7 +167,7 @@ class FlatGradient:
         self._deposit()
         local, self._local, self.awaited = self._local, None, False
         if local is None:
-            local = self._new_local().zero_()
+            local = self._new(self.layout.numel).zero_()
         else:
             self._zero_unwritten(local)
         self._written = [False] * len(self._written)
@@ -190,7 +182,7 @@ class FlatGradient:
             if self._table.gradients.extent is Extent.WHOLE:
                 out = local[self.own.start : self.own.stop]
             else:
-                out = self._new_stash(self.own.numel)
+                out = self._new(self.own.numel)
             pending = lane.reduce_scatter(local, out, self.label)
         return _Reduction(self._average_between_replicas(pending, out), local, out, self.complete)
 
@@ -330,18 +322,7 @@ class FlatGradient:
             *([] if self._host is None else self._host.landing),
         ]
         extra = [] if self._accumulator is None else [self._accumulator]
-        slot = self._slot_in_arena
-        if slot is not None and slot.tensor is not None and slot.in_arena:  # whose storage others share
-            key = compat.storage_key(slot.tensor)
-            held = [t for t in held if t is not None and compat.storage_key(t) != key]
-            extra = [t for t in extra if compat.storage_key(t) != key]
         return [tensor for tensor in held if tensor is not None], extra
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of its place in the arena."""
-        slot = self._slot_in_arena
-        return slot.tensor.nbytes if slot is not None and slot.tensor is not None and slot.in_arena else 0
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -350,22 +331,8 @@ class FlatGradient:
         """The averaged gradient at rest."""
         return self._accumulator if self._accumulator is not None else self._stash
 
-    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self._fabric.device)
-
-    def _new_local(self) -> Tensor:
-        """Where gradients are whole at rest, this is where they stay."""
-        if self._table.gradients.extent is Extent.WHOLE:
-            return self._new_stash(self.layout.numel)
-        return self._new(self.layout.numel, self._reduce_dtype)
-
-    def _new_stash(self, numel: int) -> Tensor:
-        """Memory for what is kept until the step. Of several micro-batches, the first has the place in the arena."""
-        if self._arena is None or self._slot_in_arena is not None:
-            return self._new(numel, self._reduce_dtype)
-        self._slot_in_arena = self._arena.take(numel, self._reduce_dtype)
-        assert self._slot_in_arena.tensor is not None
-        return self._slot_in_arena.tensor
+    def _new(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self._reduce_dtype, device=self._fabric.device)
 
     def _slot(self, whole: Tensor, index: int) -> Tensor:
         return self.layout.slots[index].view(whole)
@@ -381,9 +348,6 @@ class FlatGradient:
     def _let_go(self) -> None:
         """Of all memory that holds gradients."""
         self._local = self._stash = self._accumulator = self._factor = None
-        if self._slot_in_arena is not None:
-            self._slot_in_arena.free()
-            self._slot_in_arena = None
         self._arrived, self._arrived_bytes = {}, 0
 
     def _discard(self, index: int) -> None:
