@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -86,12 +87,15 @@ def test_what_the_environment_turned_on_is_accepted_for_a_model_on_the_gpu() -> 
 
 
 def test_the_ready_made_job_uses_it(tmp_path: Path) -> None:
-    program = (
-        "from zeroshard.config.job import load_job\n"
-        "from zeroshard.train.loop import train\n"
-        "import os\n"
-        "os.environ |= {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0'}\n"
-        "train(load_job('tiny', {'train.steps': 2, 'train.device': 'cuda'}), __import__('pathlib').Path(OUT))\n"
-        "assert compat.segments_expand() and all(expandable())\n"
-    )
-    run(program.replace("OUT", repr(str(tmp_path))))
+    program = f"""
+from pathlib import Path
+from zeroshard.config.job import load_job
+from zeroshard.train.loop import train
+
+train(load_job("tiny", {{"train.steps": 2, "train.device": "cuda"}}), Path({str(tmp_path)!r}))
+assert compat.segments_expand() and all(expandable())
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run(program, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
