@@ -13,7 +13,7 @@ ABOVE = ["cli", "integrations", "calibrate", "train", "api", "storage", "plan", 
 ROOMS = [*ABOVE, "optim", "recompute", "init", "offload", "states", "comm", "config", "system"]
 """From top to bottom: a room imports the rooms below it."""
 
-EXCEPTIONS = {("plan/dryrun.py", "api"), ("states/gradient.py", "recompute")}
+EXCEPTIONS = {("plan/dryrun.py", "api")}
 """The dry run is a client of the api."""
 
 

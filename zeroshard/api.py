@@ -22,7 +22,7 @@ from .offload.rules import check_has_kernel
 from .optim.optimizer import ShardedOptimizer
 from .optim.shardable import check_covers, check_elementwise
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
-from .system import compat, machine
+from .system import allocator, compat, machine
 
 if TYPE_CHECKING:
     from .plan.foresee import Advice, Foresight
@@ -55,6 +55,8 @@ def shard(
     else:
         _check_optimizer(model, optimizer, config)
     device = _choose_device(model, config)
+    if config.defragment:
+        allocator.defragment(device)
     start_process_group(device)
     dtypes = {config.precision.parameters or parameter.dtype for parameter in model.parameters()}
     if device.type == "cpu" and torch.bfloat16 in dtypes:

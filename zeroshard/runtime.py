@@ -24,7 +24,6 @@ from .optim.loss_scale import LossScaler
 from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.treatment import Treatment
-from .recompute.arena import DeviceArena
 from .recompute.checkpoint import Checkpoints
 from .recompute.kept import Stores
 from .schedule.guards import Guards
@@ -86,7 +85,6 @@ class Runtime(NotCopyable):
         turns = Turns()
         self.host = place_on_host(self.units, optimizer, config, fabric, turns)
         """The updates on the host, if any."""
-        self.arena = DeviceArena(fabric.device) if config.arena else None
         make_ordinary(model)
         adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
@@ -136,7 +134,7 @@ class Runtime(NotCopyable):
                 "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
                 "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
             )
-        stores = Stores(options, self.fabric, self.arena, self.fabric.local_ranks)
+        stores = Stores(options, self.fabric, self.fabric.local_ranks)
         checkpoints = Checkpoints(stores)
         blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
         checkpoints.watch(self.model, blocks)
@@ -279,8 +277,6 @@ class Runtime(NotCopyable):
             self._checkpoint_traffic = self.checkpoints.stores.take_traffic()
         self._volume_between = self.fabric.meter_between.take()
         self._volume_model = self.fabric.meter_model.take()
-        if self.arena is not None and self.optimizer is not None:
-            self.arena.settle(self.optimizer.steps)
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -62,6 +62,9 @@ def assert_untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         ({"units": ["blocks.0", "blocks.0.up"]}, r"blocks\.0\.up.*cannot be nested", ValueError),
         ({"keep": ("blocks.9",)}, r"keep.*blocks\.9", ValueError),
         ({"device": "meta"}, r"device", ValueError),
+        ({"arena": True}, r"arena is gone, because .*; use defragment=True", TypeError),
+        ({"defragment": 1}, r"defragment=1", ValueError),
+        ({"defragment": True, "device": "cpu"}, r"defragment=True has no effect on a CPU.*; leave it out", ValueError),
     ],
     ids=str,
 )

@@ -152,6 +152,9 @@ def test_machines_without_accelerators_have_ranks_that_share_the_host(capsys: py
     assert {row["offload"] for row in answer["rows"]} == {"none"}
     assert 'precision="fp32"' in answer["recommended"]["shard"]
     assert "--set train.device=cpu" in answer["recommended"]["command"]
+    assert "defragment" not in answer["recommended"]["command"]
+    answer = asked(capsys, "--model", "zero-40b-c1", "--machine", "cpu", "--gpus", "16", "--host-memory", "4000")
+    assert "--set train.device=cpu --set shard.defragment=false" in answer["recommended"]["command"]
 
 
 def test_on_machines_without_accelerators_device_and_host_are_the_same_memory(

@@ -155,9 +155,10 @@ def test_fused_buffers_are_bounded_by_max_unit_bytes() -> None:
 
     original = gradient.FlatGradient._new
 
-    def spy(self: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        sizes.append(numel * dtype.itemsize)
-        return original(self, numel, dtype)
+    def spy(self: Any, numel: int) -> torch.Tensor:
+        made = original(self, numel)
+        sizes.append(made.nbytes)
+        return made
 
     gradient.FlatGradient._new = spy  # type: ignore[method-assign]
     try:

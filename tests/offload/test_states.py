@@ -11,9 +11,9 @@ import zeroshard
 from tests.models import net
 from tests.offload.scenarios import adamw, micro_batches, momentum, plain, sgd
 from zeroshard import Offload
+from zeroshard.offload.host_buffers import HostBuffers, HostBytes, bytes_of, join, remainder, round_to, wanted
 from zeroshard.offload.pinned import ALIGNMENT, Block
 from zeroshard.offload.pipeline import HIGH_HALVES, RING
-from zeroshard.offload.host_buffers import HostBytes, HostBuffers, bytes_of, join, remainder, round_to, wanted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

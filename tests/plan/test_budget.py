@@ -218,14 +218,14 @@ def test_traffic_between_host_and_device(options: dict[str, object], bytes_a_par
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("offload", [None, Offload(), Offload(host_fraction=0.4), Offload(update_in_backward=True)])
-@pytest.mark.parametrize("arena", [False, True])
-def test_no_peak_is_missed_in_the_midst_of_equal_blocks(stage: int, offload: Offload | None, arena: bool) -> None:
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_no_peak_is_missed_in_the_midst_of_equal_blocks(stage: int, offload: Offload | None, checkpoints: bool) -> None:
     wide = Transformer(layers=70, hidden=12800, heads=100, vocabulary=50257, positions=1024)
     jobs = ((1, 32, 1, 0), (64, 1, 1, 1), (64, 4, 9, 8))
     for model, (world, batch, prefetch, keep) in product((replace(GPT2, layers=70), wide), jobs):
         setup = Setup(stage=stage, world=world, batch=batch, offload=offload, prefetch=prefetch, keep=keep)
-        if arena:
-            setup = replace(setup, activations=Activations(), arena=True, micro_batches=2)
+        if checkpoints:
+            setup = replace(setup, activations=Activations(), micro_batches=2)
         ends, every = (
             RankMemory(setup, units_of(model, setup), transformer_activations(model, setup), 0, 0) for _ in range(2)
         )

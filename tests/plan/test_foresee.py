@@ -83,7 +83,9 @@ def test_activations_that_shard_recomputes_count_too() -> None:
     assert "75.5 MB of host memory (75.5 MB of it pinned), and 50 MB are there" in told(
         gpu(5, host=0.05), activations=away
     )
-    assert "not traced with activations= and arena=True" in told(gpu(1), activations=away, arena=True)
+    assert told(gpu(1), activations=away, defragment=True) == told(gpu(1), activations=away)
+    untraced = zeroshard.Activations(checkpoint=False, offload=True)
+    assert "not traced with activations= and activations.checkpoint=False" in told(gpu(1), activations=untraced)
 
 
 def test_decoders_of_hugging_face_are_traced_as_they_train() -> None:

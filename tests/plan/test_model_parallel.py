@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import json
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -73,39 +72,6 @@ def test_what_checkpoints_move_is_planned_to_the_byte(stage: int, way: str) -> N
     to_and_fro = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
     assert to_and_fro == (dict(result.checkpoint_traffic) or dict.fromkeys(to_and_fro, 0))
     assert moved.checkpoints_to_host == (CONFIG.layers * ONE // 4 if way == "P_a+cpu" else 0)
-
-
-ARENAS = {"none": 1, "checkpointed": 1, **{f"{way}, divided model": 4 for way in ("none", *WAYS)}}
-"""Ways to keep activations, and how many ranks divide the model."""
-
-
-@pytest.mark.parametrize("arena", quick(ARENAS, "checkpointed", "P_a+cpu, divided model"))
-@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
-def test_the_arena_is_planned_between_steps_and_at_the_peak(arena: str, stage: int) -> None:
-    way, degree = arena.split(",")[0], ARENAS[arena]
-    kept = WAYS.get(way)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a step of the same shapes needs no more room than the first
-        config = replace(CONFIG, layers=4, sequence=512)
-        result = dry_gpt(config, 4 * degree, degree=degree, batch=4, stage=stage, activations=kept, arena=True)
-    setup = Setup(
-        stage=stage,
-        world=4,
-        model_parallel=degree,
-        batch=4,
-        sequence=512,
-        checkpointing=kept is not None,
-        activations=kept,
-        arena=True,
-    )
-    model = from_config(config)
-    needs, without = budget(model, setup, 0), budget(model, replace(setup, arena=False), 0)
-    # Tensor parallelism leaves small flats of norms between the large ones, and gaps that are not foreseen.
-    assert result.at_rest == pytest.approx(needs.at_rest.total, rel=0.01 if degree == 1 else 0.1)
-    assert result.peak == pytest.approx(needs.peak.total, rel=0.1)
-    assert needs.at_step.model_states == without.at_step.model_states
-    empty = stage == 0 and way in ("none", "P_a+cpu")  # gradients that the user sees are not in it
-    assert (needs.at_rest.total == without.at_rest.total) == empty
 
 
 @matrix(degree=(1, 4), tied=(True, False))
@@ -220,7 +186,7 @@ def test_the_papers_five_configurations_are_presets_and_shrink_in_a_dry_run() ->
 
 
 def needs_of(name: str, layers: int, batch: int) -> Budget:
-    """One rank of 400 with a preset's options, but for the arena, which holds also what nothing uses."""
+    """One rank of 400 with a preset's options."""
     job = load_job(name)
     config = Config.parse(job.shard)
     degree = job.train.tensor_parallel

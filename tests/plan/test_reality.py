@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.matrix import matrix, slow
+from tests.matrix import matrix
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from tests.storages import live_storages
@@ -24,7 +24,6 @@ from zeroshard.plan.shape import Setup
 from zeroshard.plan.traced import Traced
 from zeroshard.plan.units import module_units
 from zeroshard.plan.volume import volume
-from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT
 
 SMALL = ModelConfig(layers=3, hidden=128, heads=2, sequence=32, vocabulary=256)
@@ -122,44 +121,6 @@ def test_states_and_volume_of_several_micro_batches(stage: int) -> None:
     needs = budget(from_config(SMALL), setup).at_step
     assert needs.model_states + needs.accumulators == pytest.approx(held, rel=0.01)
     assert volume(from_config(SMALL), setup).elements == counted.volume_elements
-
-
-@pytest.mark.parametrize("micro_batches", [slow(1), 2, slow(3)])
-@on_ranks(2)
-def test_the_arena_of_several_micro_batches(micro_batches: int) -> None:
-    model = from_config(SMALL)
-    for stage in (0, 1, 2, 3):
-        for kept in (None, zeroshard.Activations()):
-            torch.manual_seed(0)
-            ours = GPT(SMALL)
-            ours, optimizer = zeroshard.shard(
-                ours,
-                torch.optim.AdamW(ours.parameters()),
-                stage=stage,
-                precision="bf16",
-                activations=kept,
-                arena=True,
-            )
-            tokens = torch.randint(256, (2, SMALL.sequence))
-            for _ in range(2):
-                for _ in range(micro_batches):
-                    ours(tokens, tokens).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            arena = runtime_of(ours).arena
-            assert arena is not None
-            setup = Setup(
-                stage=stage,
-                world=2,
-                batch=2,
-                sequence=32,
-                micro_batches=micro_batches,
-                checkpointing=kept is not None,
-                activations=kept,
-                arena=True,
-            )
-            planned = budget(model, setup).at_rest.arena
-            assert planned == pytest.approx(arena.size, rel=0.02), (stage, kept)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeroshard
-from tests.models import net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard import Activations
@@ -105,15 +104,14 @@ def assert_same_bits(ours: tuple[Any, ...], theirs: tuple[Any, ...], what: objec
 def test_divided_and_offloaded_checkpoints_change_no_bit(stage: int) -> None:
     mesh = mesh_of(2, 2)
     plain = trained(mesh, stage=stage)
-    for options, arena in (
-        (Activations(), False),
-        (Activations(), True),
-        (Activations(partition=True), False),
-        (Activations(partition=True, prefetch=0), True),
-        (Activations(partition=True, offload=True), True),
-        (Activations(offload=True, prefetch=2), False),
+    for options in (
+        Activations(),
+        Activations(partition=True),
+        Activations(partition=True, prefetch=0),
+        Activations(partition=True, offload=True),
+        Activations(offload=True, prefetch=2),
     ):
-        assert_same_bits(trained(mesh, stage=stage, activations=options, arena=arena), plain, (options, arena))
+        assert_same_bits(trained(mesh, stage=stage, activations=options), plain, options)
 
 
 @on_ranks(2)
@@ -284,21 +282,16 @@ def test_the_host_memory_that_checkpoints_wait_in_is_told() -> None:
     assert of_both == dataclasses.replace(of_states, checkpoints=host.checkpoints)
 
 
-def divided_in_an_arena() -> tuple[Net, torch.optim.Optimizer]:
-    model = build(mesh_of(1, 2))
-    return zeroshard.shard(
-        model, adamw(model.parameters()), stage=2, activations=Activations(partition=True), arena=True
-    )
-
-
 @on_ranks(2)
 def test_memory_is_given_back_with_the_graph() -> None:
-    model, optimizer = divided_in_an_arena()
+    model = build(mesh_of(1, 2), width=64)
+    options = Activations(partition=True, offload=True)
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=options)
     train(model, optimizer, 0)
-    runtime = runtime_of(model)
-    assert runtime.arena is not None
-    size = runtime.arena.size
-    assert size >= 3 * 512
+    pool = runtime_of(model).checkpoints.stores.host
+    assert pool is not None
+    size = pool.bytes
+    assert size > 0
     x = torch.randn(6, 7)
     output = model(x)  # never differentiated
     alive = weakref.ref(output)
@@ -310,43 +303,7 @@ def test_memory_is_given_back_with_the_graph() -> None:
     loss.backward()  # twice through one graph
     optimizer.step()
     optimizer.zero_grad()
-    assert runtime.arena.size == size
-    assert runtime.arena.homeless == 0
-
-
-@on_ranks(2)
-def test_an_arena_that_is_too_small_grows_and_says_so() -> None:
-    model, optimizer = divided_in_an_arena()
-    train(model, optimizer, 0, steps=2)
-    with pytest.warns(UserWarning, match=r"arena: .* were too little for step 3, so it grew by"):
-        train(model, optimizer, 0, steps=1, rows=600)
-    arena = runtime_of(model).arena
-    assert arena is not None
-    size = arena.size
-    train(model, optimizer, 0, steps=2, rows=600)
-    assert arena.size == size
-
-
-@on_ranks(2)
-def test_reduced_gradients_lie_in_the_arena_and_are_counted_once() -> None:
-    for stage in (1, 2, 3):
-        sizes = []
-        for arena in (False, True):
-            torch.manual_seed(1)
-            plain = net()
-            model, optimizer = zeroshard.shard(plain, adamw(plain.parameters()), stage=stage, arena=arena)
-            for step in range(3):
-                model(torch.randn(6, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            stats = zeroshard.stats(model)
-            assert stats.memory_at_step is not None
-            sizes.append(stats.memory_at_step.gradients)
-            if arena:
-                found = runtime_of(model).arena
-                assert found is not None
-                assert found.size >= stats.memory_at_step.gradients
-        assert sizes[0] == sizes[1]
+    assert pool.bytes == size
 
 
 @on_ranks(2)
@@ -517,32 +474,6 @@ def test_a_call_that_fails_midway_gives_back_what_it_had_put_away() -> None:
         taken.append(torch.empty(0))
         gc.collect()
     assert pool.bytes == 128  # the one slot, used again
-
-
-@on_ranks(2)
-def test_gradients_that_are_taken_away_leave_their_place_in_the_arena_to_the_next() -> None:
-    for stage in (1, 2):
-        plain = net()
-        model, optimizer = zeroshard.shard(plain, adamw(plain.parameters()), stage=stage, arena=True)
-        train(model, optimizer, 0, steps=1)
-        arena = runtime_of(model).arena
-        assert arena is not None
-        free = arena._blocks[0][0].largest
-        assert free == arena.size
-        for _ in range(2):
-            model(torch.ones(6, 7)).sum().backward()
-            assert arena._blocks[0][0].largest < free
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad = None
-        model(torch.ones(6, 7)).sum().backward()
-        blocks = {tensor.untyped_storage().data_ptr() for tensor in arena.tensors}
-        for unit in runtime_of(model).units:
-            for flat in unit.trainable_flats:
-                assert flat.gradient is not None
-                held = flat.gradient._held
-                assert held is None or held.untyped_storage().data_ptr() in blocks
-        optimizer.step()
 
 
 @on_ranks(1)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Offload
-from zeroshard.offload.pinned import aligned
 from zeroshard.offload.host_buffers import join
+from zeroshard.offload.pinned import aligned
 from zeroshard.runtime import runtime_of
 from zeroshard.storage.contents import collect
 from zeroshard.storage.snapshot import RESERVE, Snapshots

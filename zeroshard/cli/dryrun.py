@@ -184,7 +184,6 @@ class _Seen:
             world=self._data_ranks,
             model_parallel=self.job.train.tensor_parallel,
             activations=config.activations,
-            arena=config.arena,
             offload=self.run.offload,
             precision=self.job.precision,  # type: ignore[arg-type]
             batch=self.job.train.batch,
@@ -298,7 +297,7 @@ def _peak(result: DryRun, needs: Budget) -> Iterator[tuple[str, ...]]:
         sizes = getattr(held, kind), getattr(planned, kind)
         if any(sizes):
             yield (f"at the peak: {kind.replace('_', ' ')}, GB", *map(_gb, sizes))
-    rest = planned.activations + planned.temporary + planned.arena
+    rest = planned.activations + planned.temporary
     yield ("at the peak: activations and temporaries, GB", _gb(result.peak - held.total), _gb(rest))
     yield ("peak, GB", _gb(result.peak), _gb(planned.total))
 

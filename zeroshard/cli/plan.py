@@ -257,7 +257,6 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
         micro_batches=arguments.micro_batches,
         checkpointing=checkpointing,
         activations=activations if checkpointing else None,
-        arena=subject is not None and subject.arena,
         **(_gathering(subject) if subject is not None else {}),
     )
 

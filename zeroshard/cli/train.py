@@ -144,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         job = load_job(arguments.config, _overrides(arguments))
         device = resolve_device(job.train.device)
+        if device == "cpu" and job.shard.get("defragment"):
+            raise ValueError("shard.defragment has no effect on a CPU; add --set shard.defragment=false")
         ranks, nodes = _ranks(arguments.ranks, device), _nodes(arguments)
         _check_tensor_parallel(job, int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks * nodes.nnodes)
         _check_trace(arguments.trace, job)

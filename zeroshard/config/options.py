@@ -22,6 +22,8 @@ OFFLOAD_DEPENDS_ON = ("stage", "precision", "clip_grad_norm")
 EMPTY: Literal["empty"] = "empty"
 AUTO: Literal["auto"] = "auto"
 LONGEST_STALL = 365.0 * 24 * 3600
+GONE = {"arena": "arena is gone, because torch's expandable segments leave less memory unused; use defragment=True"}
+"""Options of earlier versions, and what to use in their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +201,11 @@ class Config:
     """
     activations: Activations | None = None
     """Which activations are kept from forward to backward, and where. None leaves that to the model."""
-    arena: bool = False
-    """Keep checkpoints and reduced gradients in one block of device memory, as large as the first step shows (M_D).
+    defragment: bool = False
+    """Turn torch's expandable segments on, so that free GPU memory is not split into pieces too small to use (M_D).
 
-    Gradients that ``parameter.grad`` shows (stage 0) and those that go to the host are not in it. The block is held
-    between steps too.
+    It changes the allocator of the whole process. It is refused on a CPU, and where the process already uses memory of
+    the GPU that is divided in the ordinary way.
     """
     units: tuple[str | type[nn.Module], ...] | None = None
     """Modules (names, wildcards allowed, or classes) that form units; by default the repeated blocks are found."""
@@ -265,7 +267,7 @@ class Config:
             )
         if self.activations is not None:
             object.__setattr__(self, "activations", Activations.parse(self.activations))
-        require_flag("arena", self.arena)
+        require_flag("defragment", self.defragment)
         require_positive("stall_timeout", self.stall_timeout)
         if self.stall_timeout > LONGEST_STALL:
             raise ValueError(f"stall_timeout={self.stall_timeout!r} must be at most {LONGEST_STALL:g} seconds, a year")
@@ -313,6 +315,8 @@ class Config:
         """From keyword options, as ``shard()`` takes them."""
         known = [entry.name for entry in fields(cls) if entry.init]
         for name in options:
+            if name in GONE:
+                raise TypeError(GONE[name])
             if name not in known:
                 raise TypeError(f"shard() has no option {name!r}{nearest(name, known)}; options: {', '.join(known)}")
         return cls(**options)
@@ -321,7 +325,11 @@ class Config:
 def problems(options: Mapping[str, object], path: str) -> list[str]:
     """All that is wrong with the ``shard`` options of a configuration file, each with its key path; [] if none."""
     known = [entry.name for entry in fields(Config) if entry.init]
-    found = [f"{path}.{name}: unknown key{nearest(name, known)}" for name in options if name not in known]
+    found = [
+        f"{path}.{name}: {GONE.get(name, f'unknown key{nearest(name, known)}')}"
+        for name in options
+        if name not in known
+    ]
     base: Any = Config()
     stage = options.get("stage", base.stage)
     for name, value in options.items():

@@ -45,8 +45,6 @@ class Activations:
     """When the last gradient of a block has come."""
     host: int = 0
     """Checkpoints on the host, at most."""
-    in_arena: int = 0
-    """Of the checkpoint of each block, what has its place in the arena."""
     early_root_gradients: int = 0
     """Gradients of the root's that come before those of the blocks, and so wait for the others."""
 
@@ -104,13 +102,12 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
     checkpoint = stream if setup.checkpointing else block
     recomputed = block - norm_input if setup.checkpointing else 0  # its input is the checkpoint
     passing = int(2 * stream + activation.passing * mlp) if setup.checkpointing else 2 * stream
-    kept, host, in_arena = setup.activations, 0, 0
-    if setup.checkpointing and kept is not None and (kept.partition or kept.offload or setup.arena):
+    kept, host = setup.activations, 0
+    if setup.checkpointing and kept is not None and (kept.partition or kept.offload):
         recomputed += (1 + kept.prefetch) * stream  # brought back whole: the block's own, and those ahead
         passing += ON_THEIR_WAY * stream if kept.offload else 0
         part = width * checkpoint_shape(model, setup).held
         checkpoint, host = (0, model.layers * aligned(part)) if kept.offload else (part, 0)
-        in_arena = checkpoint if setup.arena else 0
 
     # Head and loss: the last norm, and the softmax in fp32.
     ending = norm_input + norm + stream
@@ -132,6 +129,5 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
             *(int(size + stream + held_head) for size in below[:-1]),
         ),
         host=host,
-        in_arena=in_arena,
         early_root_gradients=0 if model.tied else table,
     )

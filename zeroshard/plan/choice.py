@@ -248,8 +248,6 @@ def shard_options(setup: Setup) -> list[str]:
         names = [f"{name}=True" for name in ("partition", "offload") if getattr(kept, name)]
         names += [f"prefetch={kept.prefetch}"] if kept.prefetch != 1 else []
         found.append(f"activations=zeroshard.Activations({', '.join(names)})")
-    if setup.arena:
-        found.append("arena=True")
     return found
 
 
@@ -260,7 +258,9 @@ def torchrun_command(setup: Setup, hardware: Hardware, subject: Subject) -> str:
         nodes = f"--nnodes {hardware.nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
     ours = subject.preset is not None and setup.micro_batches == 1  # ours takes one micro-batch a step
     program = " ".join(["-m zeroshard train", *_train_options(setup, subject)]) if ours else "train.py"
-    program += " --set train.device=cpu" if ours and hardware.on_cpu else ""
+    if ours and hardware.on_cpu:
+        program += " --set train.device=cpu"
+        program += " --set shard.defragment=false" if subject.shard.get("defragment") else ""
     return f"torchrun {nodes}--nproc-per-node {hardware.per_node} {program}"
 
 

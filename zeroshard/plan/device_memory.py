@@ -35,8 +35,6 @@ class DeviceMemory:
     """Whole parameters of units in use, where parameters rest as shards."""
     temporary: int = 0
     """The update's batch, gradients being collected, workspaces."""
-    arena: int = 0
-    """What the arena (M_D) holds and nothing uses at the time."""
 
     def with_more(self, more: Mapping[str, int]) -> DeviceMemory:
         """And so many bytes beside it, by kind."""

@@ -162,7 +162,7 @@ def _without_values(
 ) -> DryRun:
     with _LiveStorages() as live:
         model = build()
-        model, stepper = shard(model, optimizer(model), **{**options, "device": "cpu"})
+        model, stepper = shard(model, optimizer(model), **{**options, "device": "cpu", "defragment": False})
         runtime = runtime_of(model)
         sharded = [flat for unit in runtime.units for flat in unit.flats if flat.sharded]
         pipeline = runtime.pipeline

@@ -30,7 +30,7 @@ from .trace import tokens_of
 
 SUGGESTED = 3
 """Settings that are named, at most, where what was asked for does not fit."""
-WORDS = {"optimizer_states": "optimizer states", "gathered": "gathered parameters", "arena": "idle in the arena"}
+WORDS = {"optimizer_states": "optimizer states", "gathered": "gathered parameters"}
 
 
 class Room(NamedTuple):

@@ -33,7 +33,6 @@ class Subject:
     checkpointing: bool = True
     model_parallel: int = 1
     activations: Recomputed | None = None
-    arena: bool = False
     shard: Mapping[str, object] = field(default_factory=dict)
     """Options of ``shard()`` as a configuration has them."""
     preset: str | None = None
@@ -82,7 +81,6 @@ def find_model(source: str) -> Subject:
         checkpointing=job.model.checkpointing or job.shard.get("activations") is not None,
         model_parallel=job.train.tensor_parallel,
         activations=Recomputed.parse(job.shard.get("activations")),
-        arena=bool(job.shard.get("arena", False)),
         shard=job.shard,
         preset=source,
     )

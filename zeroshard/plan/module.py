@@ -37,7 +37,6 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
         precision=cast(Any, names.get(dtype, "bf16")),
         masters=config.precision.keeps_master,
         checkpointing=_checkpoints(model) or (config.activations is not None and config.activations.checkpoint),
-        arena=config.arena,
         moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
         **gathering(config),
     )
@@ -67,9 +66,8 @@ def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Trans
     if mesh_of(model) is not None:
         return plain, None, "which are not traced for a model with tensor parallelism"
     kept = config.activations
-    if kept is not None and (config.arena or not kept.checkpoint):
-        with_ = "arena=True" if config.arena else "activations.checkpoint=False"
-        return plain, None, f"which are not traced with activations= and {with_}"
+    if kept is not None and not kept.checkpoint:
+        return plain, None, "which are not traced with activations= and activations.checkpoint=False"
     if setup.precision not in DTYPES:
         return plain, None, f"which are not traced in {setup.precision}"
     try:

@@ -20,7 +20,6 @@ from ..offload.host_buffers import HostBytes, bytes_of, wanted
 from ..offload.pinned import aligned
 from ..offload.pipeline import HIGH_HALVES, LANDING, RING
 from .activations import Activations
-from .arena import Places, arena_bytes
 from .device_memory import DeviceMemory, Phase
 from .placed import FP32, PlacedFlat, PlacedUnit, place
 from .shape import Setup
@@ -90,13 +89,12 @@ class RankMemory:
 
     @property
     def at_step(self) -> DeviceMemory:
-        arena = self._idle(gradients=self._all_stashed)
-        return self.rest.with_more({"gradients": self._all_stashed, "temporary": -self.workspace, "arena": arena})
+        return self.rest.with_more({"gradients": self._all_stashed, "temporary": -self.workspace})
 
     @property
     def between_steps(self) -> DeviceMemory:
         gathered = self._gathered(self._foreseen)
-        return self.rest.with_more({"gathered": gathered, "temporary": -self.workspace, "arena": self._idle()})
+        return self.rest.with_more({"gathered": gathered, "temporary": -self.workspace})
 
     @property
     def _foreseen(self) -> Sequence[PlacedUnit]:
@@ -123,53 +121,6 @@ class RankMemory:
         turns = RING * offload.update_in_backward + HIGH_HALVES * offload.read_back
         return found + checkpoints + HostBytes(pinned=largest * turns)
 
-    # -- the arena ------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _arena(self) -> int:
-        """Bytes of all of it."""
-        if not self.setup.arena:
-            return 0
-        backward = list(self.units[::-1])
-        if self._gradients_are_whole and self.activations.early_root_gradients >= DEPOSIT_BYTES:
-            backward = [self.units[0], *backward[:-1]]
-        places = [Places(unit.block, self._places(unit), self._early(unit)) for unit in backward]
-        return arena_bytes(self.activations.in_arena, places, self.setup.micro_batches)
-
-    @property
-    def _gradients_are_whole(self) -> bool:
-        return self.table.gradients.extent is Extent.WHOLE
-
-    @property
-    def _gradients_in_arena(self) -> bool:
-        """Not those that the user sees, in stage 0 without loss scaling."""
-        return self.table.optimizer.extent is Extent.SHARD or self.setup.precision == "fp16"
-
-    def _places(self, unit: PlacedUnit) -> tuple[int, ...]:
-        if not self._gradients_in_arena:
-            return ()
-        return tuple(
-            self.width * (flat.whole if self._gradients_are_whole else flat.own)
-            for flat in unit.trained
-            if not flat.on_host
-        )
-
-    def _early(self, unit: PlacedUnit) -> bool:
-        """Whether its gradients have their place before the checkpoint of its block goes.
-
-        That goes when the gradients of the block's first norm come. Model parallelism has these in a flat of their own,
-        which leaves that of the matrices complete before; where parameters are divided, units are reduced as a whole.
-        """
-        if self.sharded:
-            return False
-        large = self.width * max((flat.whole for flat in unit.trained), default=0) >= DEPOSIT_BYTES
-        return self.setup.model_parallel > 1 or (self._gradients_are_whole and large)
-
-    def _idle(self, *, checkpoints: int = 0, gradients: int = 0) -> int:
-        """What of the arena is unused beside so many blocks' checkpoints and so many bytes of gradients."""
-        used = checkpoints * self.activations.in_arena + (gradients if self._gradients_in_arena else 0)
-        return max(0, self._arena - used)
-
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def moments(self) -> Iterator[Moment]:
@@ -180,7 +131,6 @@ class RankMemory:
             {
                 "activations": self.activations.loss,
                 "gathered": self._gathered([self.units[0], *self.units[-1 - self.setup.prefetch :]]),
-                "arena": self._idle(checkpoints=self.units[-1].block),
             },
         )
         yield from self._backward()
@@ -191,8 +141,7 @@ class RankMemory:
         """Numbers of the units in whose forward or backward the peak can be.
 
         In the midst of a stretch of equal blocks, what is beside a block is the same as beside the next one, but for
-        activations and gradients, which change evenly. The most is then at one of its ends; what the arena has unused,
-        which never falls below nothing, only bends that upwards.
+        activations and gradients, which change evenly. The most is then at one of its ends.
         """
         tables = (self.activations.forward, self.activations.backward, self.activations.after_backward)
         if not all(_changes_evenly(sizes[1:]) for sizes in tables):
@@ -217,7 +166,6 @@ class RankMemory:
                 {
                     "activations": self.activations.forward[unit.block],
                     "gathered": self._gathered([self.units[0], unit, *following, *self._kept_before(number)]),
-                    "arena": self._idle(checkpoints=unit.block),
                 },
             )
 
@@ -232,11 +180,11 @@ class RankMemory:
         stashed = list(accumulate((sizes[unit.flats] for unit in backward), initial=0))[-2::-1]  # before each unit
         for number in reversed(self._looked_at):
             others = stashed[number] + sum(self._under_way(number))
-            for moment in self._backward_of(number, others, stashed[number]):
+            for moment in self._backward_of(number, others):
                 yield Phase.BACKWARD, moment
 
-    def _backward_of(self, number: int, others: int, stashed: int) -> Iterator[dict[str, int]]:
-        """Of one unit, beside so many bytes of others' gradients, and of these so many at rest."""
+    def _backward_of(self, number: int, others: int) -> Iterator[dict[str, int]]:
+        """Of one unit, beside so many bytes of others' gradients."""
         unit, activations = self.units[number], self.activations
         # The parts of a block that is recomputed as a whole are gathered together.
         present = [self.units[0], *(self._blocks[unit.block] if self.setup.checkpointing else [unit])]
@@ -250,14 +198,10 @@ class RankMemory:
 
         # While it computes: its gradients have a buffer from the first deposit on.
         computing = (collected if largest >= DEPOSIT_BYTES else largest) if unit.block else early
-        placed = stashed + sum(map(self.stashed, unit.trained)) if self._gradients_are_whole else stashed
-        early_place = placed if computing == collected else stashed
-        idle = self._idle(checkpoints=max(0, unit.block - 1), gradients=placed)
         yield {
             "activations": activations.backward[unit.block],
             "gradients": others + computing,
             "gathered": self._gathered([*present, *following]),
-            "arena": self._idle(checkpoints=unit.block, gradients=early_place),
         }
         # When the last of its gradients have come, they are copied into the buffer.
         yield {
@@ -265,14 +209,12 @@ class RankMemory:
             "gradients": others + collected,
             "temporary": min(collected, DEPOSIT_BYTES + largest),
             "gathered": self._gathered([*present, *following]),
-            "arena": idle,
         }
         # The next unit is entered before this one is left.
         yield {
             "activations": activations.after_backward[unit.block],
             "gradients": others + collected,
             "gathered": self._gathered([*present, *entering]),
-            "arena": idle,
         }
 
     def _under_way(self, number: int) -> tuple[int, int]:
@@ -309,7 +251,6 @@ class RankMemory:
                     "gradients": self._all_stashed,
                     "temporary": elements * (widened + beside),
                     "gathered": self._gathered(first),
-                    "arena": self._idle(gradients=self._all_stashed),
                 },
             )
 

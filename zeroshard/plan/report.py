@@ -29,9 +29,8 @@ LETTERS = {
     "activations": ("A", "green"),
     "gathered": ("W", "cyan"),
     "temporary": ("T", "bright_black"),
-    "arena": ("M", "bright_green"),
 }
-WORDS = {"gathered": "gathered parameters", "optimizer_states": "optimizer states", "arena": "idle in the arena"}
+WORDS = {"gathered": "gathered parameters", "optimizer_states": "optimizer states"}
 BOUNDS = {
     Bottleneck.COMPUTE: "compute",
     Bottleneck.LAUNCH: "launching",
@@ -97,9 +96,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     if LARGEST_BATCH in batches:
         console.print(f"More than {LARGEST_BATCH:,} sequences a rank were not tried.", highlight=False)
     legend = Text("  ").join(
-        Text(f"{letter} {WORDS.get(kind, kind)}", style=colour)
-        for kind, (letter, colour) in LETTERS.items()
-        if kind != "arena" or setup.arena
+        Text(f"{letter} {WORDS.get(kind, kind)}", style=colour) for kind, (letter, colour) in LETTERS.items()
     )
     if bars:
         console.print(legend)

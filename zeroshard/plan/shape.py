@@ -207,8 +207,6 @@ class Setup:
     """Keep one tensor a block from forward to backward, and recompute the rest."""
     activations: Activations | None = None
     """What becomes of what checkpointing keeps: divided among model-parallel ranks (P_a), on the host (P_a+cpu)."""
-    arena: bool = False
-    """Checkpoints that ``activations`` keeps on the device, and reduced gradients, in one block that stays (M_D)."""
     moments: int = 2
     """Tensors of a parameter's size that the optimizer keeps."""
     prefetch: int = 1

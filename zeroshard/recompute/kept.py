@@ -1,6 +1,6 @@
 """One activation checkpoint between forward and backward: divided among model-parallel ranks, on the host, or as it is.
 
-    forward:   tensor → this rank's part of its elements (P_a) → the device, in the arena or not, or the host (P_a+cpu)
+    forward:   tensor → this rank's part of its elements (P_a) → the device or the host (P_a+cpu)
     backward:  the host → this rank's slice of a whole tensor → all-gathered → tensor
 
 Both ways run on the stream of the model-parallel lane, beside the computation. What comes back is bit for bit what
@@ -24,7 +24,6 @@ from ..comm.lane import Done, Pending, wait_on_host
 from ..config.bounds import ON_THEIR_WAY
 from ..config.options import Activations
 from ..system import compat, trace
-from .arena import DeviceArena, Slot
 from .host import HostPool
 from .part import part_of
 
@@ -32,8 +31,8 @@ from .part import part_of
 class Stores:
     """What the checkpoints of one model have in common: where they go, and through what."""
 
-    def __init__(self, options: Activations, fabric: Fabric, arena: DeviceArena | None, local_ranks: int) -> None:
-        self.options, self.fabric, self.arena = options, fabric, arena
+    def __init__(self, options: Activations, fabric: Fabric, local_ranks: int) -> None:
+        self.options, self.fabric = options, fabric
         self.host = HostPool(fabric.device, local_ranks) if options.offload else None
         self._traffic = {trace.DOWN: 0, trace.UP: 0}
         self._leaving: deque[_Leaving] = deque()
@@ -136,7 +135,7 @@ class Kept:
         self._form, elements = _Form.of(parallel.local(tensor.detach()))
         self._dtype, self._numel = tensor.dtype, elements.numel()
         self._host: Tensor | None = None
-        self._device: Tensor | Slot | None = None
+        self._device: Tensor | None = None
         self._coming: tuple[Pending, Tensor] | None = None
         self._parts = stores.parts_of(tensor)
         self._rank = stores.fabric.model.rank if self._parts > 1 else 0
@@ -155,10 +154,6 @@ class Kept:
         if stores.host is not None:
             self._host = stores.host.take(elements.nbytes, dry=compat.is_fake(elements))
             stores.send(elements, self._host, watch)
-        elif stores.arena is not None:
-            self._device = stores.arena.take(elements.numel(), self._dtype)
-            assert self._device.tensor is not None
-            self._device.tensor.copy_(elements)
         elif self._parts > 1:
             self._device = elements.clone()  # a slice would hold all of it
         else:
@@ -171,11 +166,10 @@ class Kept:
         stores = self._stores
         stores.let_go(0)
         lane, device = stores.fabric.model, stores.fabric.device
-        mine = self._device.tensor if isinstance(self._device, Slot) else self._device
-        if self._parts == 1 and isinstance(self._device, Tensor):
-            self._coming = (Done(), self._device)
+        mine = self._device
+        if self._parts == 1 and mine is not None:
+            self._coming = (Done(), mine)
             return
-        # A copy also of what has a place in the arena: autograd holds what it uses longer than the checkpoint lasts.
         whole = torch.empty(self._part * self._parts, dtype=self._dtype, device=device)
         slice_of_mine = whole[self._part * self._rank :][: self._part]
         numel = max(0, min(self._part, self._numel - self._part * self._rank))
@@ -212,8 +206,6 @@ class Kept:
         if self._coming is not None:  # fetched ahead of a backward that did not come: peers wait for our messages
             wait_on_host(self._coming[0])  # a finalizer may run on any thread, beside any stream
             self._coming = None
-        if isinstance(self._device, Slot):
-            self._device.free()
         if self._host is not None and self._stores.host is not None:
             self._stores.forget(self._host)
             self._stores.host.give_back(self._host)

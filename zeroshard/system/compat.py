@@ -60,6 +60,17 @@ def watch_shortages(told: Callable[[int, int, int, int], None]) -> None:
         attach(told)
 
 
+def segments_expand() -> bool:
+    """Whether the CUDA allocator reserves memory in expandable segments. No public function tells."""
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+
+def expand_segments() -> None:
+    """Turns expandable segments on, for memory that is reserved from now on. Other settings stay as they are."""
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [settings, "expandable_segments:True"])))
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor was written in place, as autograd counts it."""
     return int(tensor._version)

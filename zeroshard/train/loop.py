@@ -14,6 +14,7 @@ import zeroshard
 
 from ..comm.process_group import start_process_group
 from ..config.job import Job, resolve_device
+from ..system.allocator import defragment
 from ..system.machine import available_memory, device_of_rank, usable_cores
 from .checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
 from .data import Corpus
@@ -74,6 +75,9 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
     start = Start.find(job, out, resume, here.data_ranks)
     job = start.job
     console = rank_zero_console(here.rank)
+    options = shard_options(job, here)
+    if options["defragment"]:
+        defragment(here.device)  # before anything is put on the GPU
     corpus = Corpus.read(job.data)
     say(console, _headline(job, here, corpus))
 
@@ -88,7 +92,7 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(
         parameter_groups(model, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95)
     )
-    model, optimizer = zeroshard.shard(model, optimizer, **shard_options(job, here))
+    model, optimizer = zeroshard.shard(model, optimizer, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_share(step, job.train.steps, round(job.train.warmup * job.train.steps))
     )
@@ -174,9 +178,12 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
 
 
 def shard_options(job: Job, here: Rank) -> dict[str, object]:
-    """Return what this rank gives to `shard()`; ranks differ in nothing but which GPU they have."""
+    """Return what this rank gives to `shard()`; ranks differ in nothing but which GPU they have.
+
+    GPU memory is defragmented unless the job says otherwise.
+    """
     example = torch.empty(job.train.batch, job.model.sequence, dtype=torch.long, device="meta")
-    return {**job.shard, "device": here.device, "example": (example, example)}
+    return {"defragment": here.device.type == "cuda", **job.shard, "device": here.device, "example": (example, example)}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
