@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.offload.host import ADAM, ADAMW, NATIVE, SGD, Format, assert_same_bits, clone, pool, random_segment
-from zeroshard.offload import cores, pipeline
+from zeroshard.offload import pipeline
 from zeroshard.offload.kernel import Pool, Segment, Simd
-from zeroshard.system import machine
+from zeroshard.system import cores, machine
 
 ROOT = Path(__file__).parents[2]
 

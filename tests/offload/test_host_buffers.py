@@ -100,16 +100,16 @@ def test_several_micro_batches_add_four_bytes_once() -> None:
         assert stats.host_memory.total == 18 * stats.padded_parameters
 
 
-def test_buffers_fill_their_arenas_to_the_last_byte() -> None:
+def test_buffers_fill_their_blocks_to_the_last_byte() -> None:
     for options, _, _ in BYTES.values():
         for numel in (1, 63, 64, 1000):
             states = HostBuffers(Offload(**options), torch.bfloat16, numel, moments=ADAM)
-            arenas = [Block(size, pinned=False) for size in (states.bytes.pinned, states.bytes.pageable)]
-            states.bind(*arenas)
+            blocks = [Block(size, pinned=False) for size in (states.bytes.pinned, states.bytes.pageable)]
+            states.bind(*blocks)
             assert all(tensor.numel() == numel for tensor in states.tensors.values())
-            for arena in arenas:
+            for block in blocks:
                 with pytest.raises(AssertionError, match="more was taken"):
-                    arena.take(1, torch.uint8)
+                    block.take(1, torch.uint8)
 
 
 # -- split masters -------------------------------------------------------------------------------------------------

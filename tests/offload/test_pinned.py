@@ -13,8 +13,8 @@ from zeroshard.offload.pinned import ALIGNMENT, Block, aligned
 
 def test_buffers_are_zero_disjoint_aligned_and_writable() -> None:
     sizes = [(3, torch.float32), (1, torch.bfloat16), (0, torch.float32), (200, torch.int16), (64, torch.float32)]
-    arena = Block(sum(aligned(n * d.itemsize) for n, d in sizes), pinned=False)
-    taken = [arena.take(numel, dtype) for numel, dtype in sizes]
+    block = Block(sum(aligned(n * d.itemsize) for n, d in sizes), pinned=False)
+    taken = [block.take(numel, dtype) for numel, dtype in sizes]
     for tensor, (numel, dtype) in zip(taken, sizes, strict=True):
         assert tensor.dtype is dtype
         assert tensor.shape == (numel,)
@@ -27,19 +27,19 @@ def test_buffers_are_zero_disjoint_aligned_and_writable() -> None:
 
 
 def test_no_more_can_be_taken_than_was_counted() -> None:
-    arena = Block(2 * ALIGNMENT, pinned=False)
-    arena.take(1, torch.float32)
-    arena.take(ALIGNMENT // 4, torch.float32)
+    block = Block(2 * ALIGNMENT, pinned=False)
+    block.take(1, torch.float32)
+    block.take(ALIGNMENT // 4, torch.float32)
     with pytest.raises(AssertionError, match="more was taken"):
-        arena.take(1, torch.uint8)
+        block.take(1, torch.uint8)
 
 
-def test_an_empty_arena_is_fine() -> None:
+def test_an_empty_block_is_fine() -> None:
     assert Block(0, pinned=False).take(0, torch.float32).shape == (0,)
     assert Block(0, pinned=True).take(0, torch.float32).shape == (0,)
 
 
-def test_a_buffer_outlives_its_arena() -> None:
+def test_a_buffer_outlives_its_block() -> None:
     taken = Block(ALIGNMENT, pinned=False).take(4, torch.float32)
     gc.collect()
     assert taken.add_(1).tolist() == [1.0] * 4
@@ -59,10 +59,10 @@ def test_memory_is_pinned_in_exactly_the_size_asked_for_and_given_back(monkeypat
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("wait", 0, 0)))
     size = 12345 * ALIGNMENT
-    arena = Block(size, pinned=True)
-    pointer = arena.take(1, torch.uint8).data_ptr()
+    block = Block(size, pinned=True)
+    pointer = block.take(1, torch.uint8).data_ptr()
     assert calls == [("pin", pointer, size)]
-    del arena
+    del block
     gc.collect()
     assert calls[1:] == [("wait", 0, 0), ("unpin", pointer, 0)], "a copy may still read it"
 
