@@ -16,6 +16,7 @@ from ..config.table import Place
 from ..states.device_home import Stash
 from ..states.flat import Flat
 from ..states.home import Home, StateTensors
+from ..states.updates import StateKeeper
 from ..system import trace
 from .host_buffers import HostBuffers, join, remainder, round_to
 from .host_gradient import HostGradient
@@ -30,7 +31,7 @@ KINDS = {"slot": "gradients", "total": "accumulators", "resting": "parameters", 
 """Which kind of state a buffer counts for in the memory ledger. All others are optimizer states."""
 
 
-class HostHome(Home):
+class HostHome(Home, StateKeeper):
     """Where one flat's optimizer states and averaged gradients live on the host."""
 
     place = Place.HOST
@@ -299,7 +300,6 @@ class HostHome(Home):
         return found
 
     def load(self, piece: Piece, state: dict[str, Any]) -> None:
-        """Takes one parameter's whole state, as torch's optimizers have it. The master is loaded apart."""
         self.take_scalars(piece, state, moments=state.get("momentum_buffer") is not None)
         for name, moment in self.buffers.moments(piece).items():
             value = state.get(name)
@@ -308,29 +308,21 @@ class HostHome(Home):
                 moment.copy_(whole[piece.start : piece.stop])
 
     def room_for(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor | None:
-        """The memory of one moment of a piece; None if there is no such moment."""
         return self.buffers.moments(piece).get(name)
 
     def take_scalars(self, piece: Piece, scalars: dict[str, Any], *, moments: bool) -> None:
-        """Takes a piece's step count. Where it is not stored, ``moments`` tells whether a step was made."""
         count = int(scalars.get("step", 1 if moments else 0))
         if count:
             self.counts[piece] = count
 
     def forget_states(self) -> None:
-        """Clears moments and step counts, before others are loaded."""
         self._pipeline.wait()
         self.counts = dict.fromkeys(self.counts, 0)
         for name in self.buffers.moment_names:
             self.buffers.tensors[name].zero_()
 
     def takes(self, name: str) -> bool:
-        """Whether there is room for a state of this name."""
         return name in self.buffers.moment_names
-
-    def device_states(self) -> list[Tensor]:
-        """Optimizer states in device memory: none."""
-        return []
 
     # -- for the ledger -------------------------------------------------------------------------------------------
 

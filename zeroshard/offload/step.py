@@ -13,23 +13,22 @@ from ..config.offload import Offload
 from ..config.table import Place
 from ..states.flat import Flat
 from ..states.unit import Unit, check_no_block_open
+from ..states.updates import StateKeeper, Updates
 from .home import HostHome
 from .kernel import Rule
 from .pipeline import Factor, Pipeline
 from .rules import moment_names, rule_of
 
 
-class HostStep:
-    """The updates on the host of one model.
-
-    It gives ``ShardedOptimizer`` what the updates on the device give it, too (``optim.updates.Updates``).
-    """
+class HostStep(Updates):
+    """The updates on the host of one model."""
 
     place = Place.HOST
 
     def __init__(self, pipeline: Pipeline, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None) -> None:
         self.pipeline, self._units, self._optimizer = pipeline, units, optimizer
         self._options: Offload = pipeline.options
+        self.delays = self._options.delayed_update_after is not None
         self.homes: dict[Flat, HostHome] = {}
         """Of the trainable flats that live here."""
         self._delaying = False
@@ -94,12 +93,8 @@ class HostStep:
     # -- asked by the optimizer, in step() ------------------------------------------------------------------------
 
     @property
-    def flats(self) -> list[Flat]:
-        return list(self.homes)
-
-    def keeper(self, flat: Flat) -> HostHome:
-        """What keeps a flat's states by piece."""
-        return self.homes[flat]
+    def keepers(self) -> dict[Flat, StateKeeper]:
+        return dict(self.homes)
 
     def before_step(self) -> None:
         """Brings parameters that no forward asked for since the last step where they belong."""
@@ -153,16 +148,13 @@ class HostStep:
             home.publish_held()
 
     def finish(self) -> None:
-        """Publishes what a delayed update has made, and waits for all updates."""
         self.skip()
         self.pipeline.wait()
 
     def wait(self) -> None:
-        """Waits for all updates, and publishes nothing."""
         self.pipeline.wait()
 
     def settle(self) -> None:
-        """Waits until neither the host nor the device has anything to do."""
         self.pipeline.settle()
 
     def _read_settings(self) -> list[dict[str, Any]]:
@@ -187,14 +179,7 @@ class HostStep:
     # -- for checkpoints ------------------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, int]:
-        """What the next step takes from the last one, besides states."""
         return {"delaying": int(self._delaying), "micro_batches": self._micro_batches}
 
     def load_progress(self, progress: dict[str, int]) -> None:
-        """Goes on from what ``progress`` returned."""
         self._delaying, self._micro_batches = bool(progress["delaying"]), progress["micro_batches"]
-
-    @property
-    def delays(self) -> bool:
-        """Whether updates may be held back."""
-        return self._options.delayed_update_after is not None

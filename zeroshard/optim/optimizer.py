@@ -16,10 +16,11 @@ from torch import Tensor
 from ..comm.fabric import Fabric
 from ..config.table import Place
 from ..states.flat import Flat
+from ..states.updates import Updates
 from ..system import compat
+from .device_updates import DeviceUpdates
 from .piece_states import PieceStates
 from .treatment import Treatment
-from .updates import DeviceUpdates, Updates
 
 
 class Passes(Protocol):

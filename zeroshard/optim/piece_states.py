@@ -20,7 +20,7 @@ from ..comm import parallel
 from ..comm.fabric import Fabric
 from ..config.layout import Piece
 from ..states.flat import Flat
-from .updates import StateKeeper, Updates
+from ..states.updates import StateKeeper, Updates
 
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
@@ -33,7 +33,7 @@ class PieceStates:
         self, state: defaultdict[Tensor, dict[str, Any]], flats: list[Flat], updates: Sequence[Updates], fabric: Fabric
     ) -> None:
         self._state, self._flats, self._updates, self._fabric = state, flats, updates, fabric
-        self._keepers = {flat: each.keeper(flat) for each in updates for flat in each.flats}
+        self._keepers = {flat: keeper for each in updates for flat, keeper in each.keepers.items()}
         self._loads = 0
 
     def settled(self) -> defaultdict[Tensor, dict[str, Any]]:

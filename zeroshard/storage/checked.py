@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..optim.device_updates import SCALARS
 from ..optim.optimizer import ShardedOptimizer
 from ..optim.shardable import ELEMENTWISE
-from ..optim.updates import SCALARS
 from .format import INDEX, SHOWN, VALUE, InvalidIndexError, count, state_name
 from .index import Index
 from .values import EncodingError, decode

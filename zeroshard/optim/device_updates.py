@@ -1,11 +1,11 @@
-"""The updates of a step, by place: the interface that both places have, and the updates on the device."""
+"""The updates of flats on the device: the user's own optimizer, run on pieces of parameters."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..config.layout import Piece
 from ..config.table import Place
 from ..states.device_home import DeviceHome
 from ..states.flat import Flat
+from ..states.updates import StateKeeper, Updates
 from ..system import compat
 from .shardable import ELEMENTWISE
 
@@ -22,73 +23,7 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""
 
 
-class StateKeeper(Protocol):
-    """The optimizer's states of one flat, by piece."""
-
-    def states(self) -> dict[Tensor, dict[str, Any]]:
-        """States that torch's own optimizer does not keep, as torch would show them."""
-
-    def load(self, piece: Piece, state: dict[str, Any]) -> None:
-        """Takes one parameter's whole state, as torch's optimizers have it. The master is loaded apart."""
-
-    def takes(self, name: str) -> bool:
-        """Whether there is room for a state of this name."""
-
-    def room_for(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor | None:
-        """Memory for one state of a piece, to be filled; None where this optimizer has no such state."""
-
-    def take_scalars(self, piece: Piece, scalars: dict[str, Any], *, moments: bool) -> None:
-        """Takes state that belongs to the parameter as a whole, after ``room_for`` was filled."""
-
-    def forget_states(self) -> None:
-        """Forgets all states, before others are loaded."""
-
-    def device_states(self) -> list[Tensor]:
-        """States in device memory, for the ledger."""
-
-
-class Updates(Protocol):
-    """The updates of all flats that live in one place."""
-
-    @property
-    def place(self) -> Place: ...
-
-    @property
-    def flats(self) -> list[Flat]: ...
-
-    def keeper(self, flat: Flat) -> StateKeeper:
-        """What keeps a flat's states."""
-
-    def before_step(self) -> None:
-        """Called first in every step."""
-
-    def update(self, order: list[Flat], step: int) -> Iterator[list[Flat]]:
-        """Updates and publishes. Yields flats whose new values the next forward may gather already."""
-
-    def skip(self) -> None:
-        """Called instead of ``update`` where a step is left out."""
-
-    def finish(self) -> None:
-        """Publishes everything and waits for it."""
-
-    def wait(self) -> None:
-        """Waits for updates, and publishes nothing."""
-
-    def settle(self) -> None:
-        """Waits until nothing is under way on the host or the device."""
-
-    def progress(self) -> dict[str, int]:
-        """What the next step takes from the last one, besides states."""
-
-    def load_progress(self, progress: dict[str, int]) -> None:
-        """Goes on from what ``progress`` returned."""
-
-    @property
-    def delays(self) -> bool:
-        """Whether updates may be held back."""
-
-
-class DeviceUpdates:
+class DeviceUpdates(Updates):
     """Runs the user's own optimizer on the pieces of flats that live on the device."""
 
     place = Place.DEVICE
@@ -97,7 +32,7 @@ class DeviceUpdates:
         self._homes = {flat: flat.home for flat in flats if isinstance(flat.home, DeviceHome)}
         self._groups = original.param_groups
         self._number = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
-        self._kind = type(original)
+        self._known = type(original) in ELEMENTWISE
         self._inner = _on_pieces(original)
 
     @property
@@ -107,14 +42,11 @@ class DeviceUpdates:
         return state
 
     @property
-    def flats(self) -> list[Flat]:
-        return list(self._homes)
+    def keepers(self) -> dict[Flat, StateKeeper]:
+        return {flat: TorchStates(flat, self.state, self._group_of, known=self._known) for flat in self._homes}
 
-    def keeper(self, flat: Flat) -> TorchStates:
-        return TorchStates(flat, self.state, self._groups, self._number, self._kind)
-
-    def before_step(self) -> None:
-        pass
+    def _group_of(self, flat: Flat, piece: Piece) -> dict[str, Any]:
+        return self._groups[self._number[id(flat.parameters[piece.slot])]]
 
     def update(self, order: list[Flat], step: int) -> Iterator[list[Flat]]:
         for batch in self._batches(order):
@@ -162,43 +94,19 @@ class DeviceUpdates:
         for flat in updated:
             flat.publish()
 
-    def skip(self) -> None:
-        pass
 
-    def finish(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def progress(self) -> dict[str, int]:
-        return {}
-
-    def load_progress(self, progress: dict[str, int]) -> None:
-        pass
-
-    delays = False
-
-
-class TorchStates:
+class TorchStates(StateKeeper):
     """The states of one flat that torch's own optimizer keeps."""
 
     def __init__(
         self,
         flat: Flat,
         state: defaultdict[Tensor, dict[str, Any]],
-        groups: list[dict[str, Any]],
-        number: dict[int, int],
-        kind: type[torch.optim.Optimizer],
+        group_of: Callable[[Flat, Piece], dict[str, Any]],
+        *,
+        known: bool,
     ) -> None:
-        self._flat, self._state, self._groups, self._number = flat, state, groups, number
-        self._known = kind in ELEMENTWISE
-
-    def states(self) -> dict[Tensor, dict[str, Any]]:
-        return {}
+        self._flat, self._state, self._group_of, self._known = flat, state, group_of, known
 
     def load(self, piece: Piece, state: dict[str, Any]) -> None:
         tensor, slot = self._flat.pieces[piece], self._flat.layout.slots[piece.slot]
@@ -210,9 +118,6 @@ class TorchStates:
             else:
                 loaded[name] = self._scalar(piece, value)
         self._state[tensor] = loaded
-
-    def takes(self, name: str) -> bool:
-        return True
 
     def room_for(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor | None:
         tensor = self._flat.pieces[piece]
@@ -229,7 +134,7 @@ class TorchStates:
         """A copy of a value that belongs to the parameter as a whole, on the device if torch has it there."""
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        group = self._groups[self._number[id(self._flat.parameters[piece.slot])]]
+        group = self._group_of(self._flat, piece)
         on_device = group.get("fused") or group.get("capturable")
         return value.to(self._flat.pieces[piece].device, copy=True) if on_device else value.clone()
 
