@@ -151,21 +151,21 @@ def test_fused_buffers_are_bounded_by_max_unit_bytes() -> None:
     bound = 64 * 64 * 4 + 1024
     model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=2, max_unit_bytes=bound)
     sizes = []
-    import zeroshard.states.gradient as gradient
+    from zeroshard.states.local_gradient import LocalGradient
 
-    original = gradient.FlatGradient._new
+    original = LocalGradient._new_buffer
 
-    def spy(self: Any, numel: int) -> torch.Tensor:
-        made = original(self, numel)
+    def spy(self: Any) -> torch.Tensor:
+        made = original(self)
         sizes.append(made.nbytes)
         return made
 
-    gradient.FlatGradient._new = spy  # type: ignore[method-assign]
+    LocalGradient._new_buffer = spy  # type: ignore[method-assign]
     try:
         model(torch.randn(3, 64)).sum().backward()
         optimizer.step()
     finally:
-        gradient.FlatGradient._new = original  # type: ignore[method-assign]
+        LocalGradient._new_buffer = original  # type: ignore[method-assign]
     assert 64 * 64 * 4 <= max(sizes) <= bound, "the whole flats are among them, and none is larger"
     assert len(sizes) > 2
 

@@ -204,7 +204,7 @@ def test_a_split_master_is_put_together_once_and_one_at_a_time_and_counted(
         made.append(weakref.ref(joined))
         return joined
 
-    monkeypatch.setattr("zeroshard.offload.shard.join", watched)
+    monkeypatch.setattr("zeroshard.offload.home.join", watched)
     zeroshard.save(tmp_path / "saved", model, optimizer, asynchronous=True).wait()
     assert alive == [0] * len(units)
 
