@@ -23,7 +23,6 @@ from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.place import place_on_host
 from .recompute.checkpoint import Checkpoints
-from .recompute.kept import Stores
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reducer import Reducer
@@ -132,10 +131,9 @@ class Runtime(NotCopyable):
                 "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
                 "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
             )
-        stores = Stores(options, self.fabric, self.fabric.local_ranks)
-        checkpoints = Checkpoints(stores)
+        checkpoints = Checkpoints(options, self.fabric)
         blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
-        checkpoints.watch(self.model, blocks)
+        checkpoints.attach(self.model, blocks)
         return checkpoints
 
     # -- parameters -----------------------------------------------------------------------------------------------
@@ -227,7 +225,7 @@ class Runtime(NotCopyable):
         )
 
     def _host_memory(self) -> Memory | None:
-        pool = None if self.checkpoints is None else self.checkpoints.stores.host
+        pool = None if self.checkpoints is None else self.checkpoints.store.host
         if self.pipeline is None and pool is None:
             return None
         return measure_host(self.pipeline, 0 if pool is None else pool.bytes)
@@ -266,7 +264,7 @@ class Runtime(NotCopyable):
         if self.pipeline is not None:
             self._host_traffic = self.pipeline.take_traffic()
         if self.checkpoints is not None:
-            self._checkpoint_traffic = self.checkpoints.stores.take_traffic()
+            self._checkpoint_traffic = self.checkpoints.store.take_traffic()
         self._volume_between = self.fabric.meter_between.take()
         self._volume_model = self.fabric.meter_model.take()
 
