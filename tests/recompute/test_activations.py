@@ -204,13 +204,13 @@ def test_what_checkpoints_move_is_planned_to_the_byte() -> None:
         moved = volume(from_config(config), setup)
         gathered = sum(traffic.elements for traffic in counted.volume_model.values())
         assert moved.checkpoints_gathered == gathered == (2 * 3 * 640 if options.partition else 0)
-        held = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
+        planned = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
         if options.offload and (not options.partition or mesh["tp"].get_local_rank() == 0):
-            assert held == dict(counted.checkpoint_traffic)
+            assert planned == dict(counted.checkpoint_traffic)
         elif options.offload:  # the last rank's part is smaller
-            assert dict(counted.checkpoint_traffic) == {way: size * 240 // 320 for way, size in held.items()}
+            assert dict(counted.checkpoint_traffic) == {way: size * 240 // 320 for way, size in planned.items()}
         else:
-            assert not any(held.values())
+            assert not any(planned.values())
             assert not counted.checkpoint_traffic
         assert sum(counted.host_traffic.values()) > 0  # states, which are told apart from checkpoints
 
