@@ -25,7 +25,6 @@ from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.treatment import Treatment
 from .recompute.checkpoint import Checkpoints
-from .recompute.kept import Stores
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reducer import Reducer
@@ -134,10 +133,9 @@ class Runtime(NotCopyable):
                 "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
                 "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
             )
-        stores = Stores(options, self.fabric, self.fabric.local_ranks)
-        checkpoints = Checkpoints(stores)
+        checkpoints = Checkpoints(options, self.fabric)
         blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
-        checkpoints.watch(self.model, blocks)
+        checkpoints.attach(self.model, blocks)
         return checkpoints
 
     # -- parameters -----------------------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ class Runtime(NotCopyable):
         return None if self.host is None else self.host.pipeline
 
     def _host_memory(self) -> Memory | None:
-        pool = None if self.checkpoints is None else self.checkpoints.stores.host
+        pool = None if self.checkpoints is None else self.checkpoints.store.host
         if self.host is None and pool is None:
             return None
         ring = 0 if self.host is None else self.host.pipeline.ring_bytes
@@ -274,7 +272,7 @@ class Runtime(NotCopyable):
         if self.host is not None:
             self._host_traffic = self.host.pipeline.take_traffic()
         if self.checkpoints is not None:
-            self._checkpoint_traffic = self.checkpoints.stores.take_traffic()
+            self._checkpoint_traffic = self.checkpoints.store.take_traffic()
         self._volume_between = self.fabric.meter_between.take()
         self._volume_model = self.fabric.meter_model.take()
 

@@ -173,8 +173,8 @@ def _without_values(
         for _ in range(STEPS):
             live.peak = 0
             _train(model, stepper, loss)
-            if checkpoints is not None and checkpoints.stores.host is not None:
-                live.ignore([block.memory for block in checkpoints.stores.host.blocks])
+            if checkpoints is not None and checkpoints.store.host is not None:
+                live.ignore([slot.memory for slot in checkpoints.store.host.slots])
         peak, rest = live.peak, live.now()
         with _AtPeak(runtime, live.now, peak) as seen:
             _train(model, stepper, loss)
