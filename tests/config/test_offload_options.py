@@ -13,7 +13,7 @@ import zeroshard
 from tests.models import loss_of, net
 from tests.offload.scenarios import SCENARIOS, adamw, assert_close_result, assert_same_result
 from zeroshard import Config, Offload, Precision
-from zeroshard.config.options import problems
+from zeroshard.config.checks import read_table
 from zeroshard.system import machine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,6 +22,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def shard(model: nn.Module | None = None, make: Any = adamw, **options: Any) -> Any:
     model = net(depth=2) if model is None else model
     return zeroshard.shard(model, make(model), **options)
+
+
+def problems(options: dict[str, Any], path: str) -> list[str]:
+    """The mistakes in the ``shard`` options of a configuration file."""
+    return read_table(Config, options, path)[1]
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
