@@ -35,6 +35,7 @@ from ..config.options import EMPTY, Config
 from ..states.flat import Flat, Presence
 from ..states.unit import Unit
 from ..system import compat
+from ..system.structures import map_tensors, tensors_in
 from .initialisers import call, certainly_unset, steps_of
 from .meta import blank_buffers, blank_value, has_nan, meta_again_after_an_error, point_at, refuse_unset, take_off_meta
 from .weights import Weights
@@ -86,22 +87,13 @@ class _OpenUnits(TorchFunctionMode):
         """By id of a DTensor of an open unit: the plain whole tensor that initialisers get."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors_in((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             unit = self._unit_of.get(id(tensor))
             if unit is not None:
                 self.open(unit)
         if self._stand_ins:
-            args, kwargs = self._replaced(args), self._replaced(kwargs)
+            args, kwargs = map_tensors(lambda tensor: self._stand_ins.get(id(tensor), tensor), (args, kwargs))
         return func(*args, **(kwargs or {}))
-
-    def _replaced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._stand_ins.get(id(value), value)
-        if isinstance(value, dict):
-            return {key: self._replaced(entry) for key, entry in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._replaced(entry) for entry in value)
-        return value
 
     def has(self, unit: Unit) -> bool:
         return unit in self._open
@@ -160,16 +152,6 @@ class _OpenUnits(TorchFunctionMode):
         whole = torch.empty(flat.layout.numel, dtype=flat.master.dtype, device=flat.master.device)
         self._fabric.gathers.all_gather(whole, flat.master, flat.label).wait()
         return whole
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors_in(entry)
 
 
 # -- the three ways off the meta device -------------------------------------------------------------------------------

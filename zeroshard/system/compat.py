@@ -16,8 +16,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
+
+from .structures import map_tensors, tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -174,16 +175,6 @@ class OperationMode(TorchDispatchMode):
         raise NotImplementedError
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """Those in a structure of arguments or results of an operation."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """The same structure with other leaves."""
-    return tree_map(function, values)
-
-
 def writes(operation: Any) -> bool:
     """Whether an operation changes one of its arguments."""
     return bool(operation._schema.is_mutable)
@@ -201,12 +192,12 @@ def _flops(count: Callable[..., float], args: Any, kwargs: Any, result: Any) -> 
     except AssertionError:
         heads = max(tensor.shape[1] for tensor in tensors_in(args) if tensor.dim() == 4)
 
-    def with_all_heads(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() != 4:
+    def with_all_heads(value: Tensor) -> Tensor:
+        if value.dim() != 4:
             return value
         return torch.empty(value.shape[0], heads, *value.shape[2:], dtype=value.dtype, device="meta")
 
-    return count(*map_leaves(with_all_heads, args), **kwargs, out_val=result)
+    return count(*map_tensors(with_all_heads, args), **kwargs, out_val=result)
 
 
 class OperationWatch(TorchDispatchMode):
@@ -236,9 +227,8 @@ def watch_functional_collectives(see: Callable[[str, int, int], None]) -> Iterat
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if func.namespace == "_c10d_functional":
-                tensors = tensors_in((args, result))
-                if tensors:
-                    largest = max(tensors, key=Tensor.numel)
+                largest = max(tensors_in((args, result)), key=Tensor.numel, default=None)
+                if largest is not None:
                     see(func._opname, largest.numel(), largest.itemsize)
             return result
 
