@@ -19,6 +19,7 @@ from ..offload.states import HostPiece, HostStates
 from ..states.flat import Flat, Turns
 from ..states.unit import Unit
 from ..system import compat, machine
+from ..system.sizes import size_text
 
 ROOM = "the agreement on memory for an offload"
 DEVICE_SHARE = 0.6
@@ -138,11 +139,7 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
         if needed.total <= available:
             available, source = max(0, needed.total - lacking), "available to another rank"
         raise ValueError(
-            f"offload needs {_size(needed.total)} of host memory a rank ({_size(needed.pinned)} of it pinned), but "
-            f"{_size(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, split_master=True "
-            "with read_back=True, keep a part on the device with host_fraction=, or add ranks"
+            f"offload needs {size_text(needed.total)} of host memory a rank ({size_text(needed.pinned)} of it pinned), "
+            f"but {size_text(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, "
+            "split_master=True with read_back=True, keep a part on the device with host_fraction=, or add ranks"
         )
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
