@@ -14,9 +14,9 @@ import warnings
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Final
 
+from ..system.machine import cache_folder
 from .native.build import CXX_VARIABLE, HERE, BuildError, build, library_name
 
 VARIABLE: Final = "ZEROSHARD_KERNEL"
@@ -117,12 +117,6 @@ def _find() -> ctypes.CDLL:
         return _declare(ctypes.CDLL(str(build(cached))))
     except OSError as error:
         raise BuildError(f"the library does not load: {error}") from error
-
-
-def cache_folder() -> Path:
-    """Where libraries are built that nobody installed."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "zeroshard"
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..config.offload import Offload
 from ..system import compat, machine, trace
 from ..system.cores import share
+from ..system.sizes import size_text
 from .dry import DryPool, DryWorker
 from .host_buffers import HostBuffers, HostBytes
 from .kernel import Batch, Pool, Rule, run_together
@@ -209,8 +210,8 @@ class Pipeline:
             available = min(available, self.options.host_memory - self.bytes.total)
         if needed > available:
             text = (
-                f"offload: adding up micro-batches takes {needed / 2**30:.2f} GiB of host memory more, but "
-                f"{available / 2**30:.2f} GiB are available; use larger micro-batches and one a step, or "
+                f"offload: adding up micro-batches takes {size_text(needed)} of host memory more, but "
+                f"{size_text(max(0, available))} are available; use larger micro-batches and one a step, or "
                 "zeroshard.no_sync(model), which adds them up on the device"
             )
             if self._tell is not None:

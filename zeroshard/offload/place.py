@@ -13,6 +13,7 @@ from ..states.flat import Flat
 from ..states.turns import Turns
 from ..states.unit import Unit
 from ..system import compat, machine
+from ..system.sizes import size_text
 from .home import HostHome
 from .host_buffers import HostBuffers
 from .pipeline import Pipeline
@@ -128,14 +129,10 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
         if needed.total <= available:
             available, source = max(0, needed.total - lacking), "available to another rank"
         raise ValueError(
-            f"offload needs {_size(needed.total)} of host memory a rank ({_size(needed.pinned)} of it pinned), but "
-            f"{_size(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, split_master=True "
-            "with read_back=True, keep a part on the device with host_fraction=, or add ranks"
+            f"offload needs {size_text(needed.total)} of host memory a rank ({size_text(needed.pinned)} of it pinned), "
+            f"but {size_text(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, "
+            "split_master=True with read_back=True, keep a part on the device with host_fraction=, or add ranks"
         )
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..api import shard, stats
 from ..comm.traffic import Traffic
 from ..config.offload import Offload
-from ..config.options import AUTO
+from ..config.options import AUTO, Config
 from ..observe.ledger import Memory
 from ..offload.place import room_for_states
 from ..runtime import Runtime, runtime_of
@@ -99,7 +99,7 @@ def dry_run(
         raise ValueError(f"tensor parallelism of {tensor_parallel} does not divide a world of {world}")
     if options.get("offload") == AUTO:
         raise ValueError('offload="auto" is chosen where a job starts; name one to run it dry')
-    offload = _as_run(Offload.parse(options.get("offload")), world, real)
+    offload = _as_run(Config.parse(options).offload, world, real)
     options["offload"] = offload
     with compat.one_rank_of(world, rank):
         if parallelise is not None and tensor_parallel > 1:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..system import compat
+from ..system.structures import map_leaves, map_tensors, tensors_in
 
 MOST_ELEMENTS = 1 << 24
 """A tensor with more is not computed."""
@@ -35,15 +36,15 @@ class KnownValues(compat.OperationMode):
 
     def run(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tags = set(getattr(operation, "tags", ()))
-        tensors = compat.tensors_in((args, kwargs))
+        tensors = list(tensors_in((args, kwargs)))
         if not any(tensor.device == META for tensor in tensors) and kwargs.get("device") != META:
             return operation(*args, **kwargs)
         if tags & DATA_DEPENDENT and all(self._knows(tensor) for tensor in tensors):
             found = self._compute(operation, args, kwargs)
-            return compat.map_leaves(lambda leaf: self._on_meta(leaf) if isinstance(leaf, Tensor) else leaf, found)
+            return map_tensors(self._on_meta, found)
         result = operation(*args, **kwargs)
         known = self._follows(operation, tags) and all(self._knows(tensor) for tensor in tensors)
-        if known and all(leaf.numel() <= MOST_ELEMENTS for leaf in compat.tensors_in(result)):
+        if known and all(leaf.numel() <= MOST_ELEMENTS for leaf in tensors_in(result)):
             self._learn(operation, args, kwargs, result)
         elif compat.writes(operation):
             self.forget(tensors)
@@ -64,15 +65,13 @@ class KnownValues(compat.OperationMode):
         """What stands for it on the CPU."""
         if isinstance(leaf, torch.device):
             return CPU
-        if not isinstance(leaf, Tensor):
-            return leaf
         if leaf.device != META:
             return leaf.detach().to(CPU)
         held = self._storages[compat.storage_key(leaf)]
         return held.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
 
     def _compute(self, operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        values, named = compat.map_leaves(self._value, (args, kwargs))
+        values, named = map_leaves((Tensor, torch.device), self._value, (args, kwargs))
         with torch.no_grad():
             return operation(*values, **named)
 
@@ -80,9 +79,9 @@ class KnownValues(compat.OperationMode):
         try:
             found = self._compute(operation, args, kwargs)
         except (RuntimeError, IndexError, NotImplementedError):  # what a CPU cannot do has no value
-            self.forget(compat.tensors_in((args, kwargs)))
+            self.forget(tensors_in((args, kwargs)))
             return
-        for empty, value in zip(compat.tensors_in(result), compat.tensors_in(found), strict=True):
+        for empty, value in zip(tensors_in(result), tensors_in(found), strict=True):
             self._hold(empty, value)
 
     def _on_meta(self, value: Tensor) -> Tensor:

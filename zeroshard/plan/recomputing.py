@@ -20,6 +20,7 @@ from ..config.bounds import ON_THEIR_WAY
 from ..config.options import Activations
 from ..offload.pinned import aligned
 from ..system import compat
+from ..system.structures import map_leaves, map_tensors
 
 
 class Recomputing:
@@ -77,16 +78,14 @@ class _Call:
         self._all, self._previous = all_, None if previous is None else weakref.ref(previous)
         kept: dict[int, _Kept] = {}
 
-        def put(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                return value
-            if not value.requires_grad or value.is_leaf:
+        def put(value: Tensor) -> Any:
+            if not value.is_floating_point() or not value.requires_grad or value.is_leaf:
                 return value
             if id(value) not in kept:
                 kept[id(value)] = _Kept(value, all_)
             return kept[id(value)]
 
-        self._arguments = compat.map_leaves(put, arguments)
+        self._arguments = map_tensors(put, arguments)
         self._kept = list(kept.values())
 
     def fetch(self, ahead: int) -> None:
@@ -101,7 +100,7 @@ class _Call:
         self._all.leaving.clear()
         self.fetch(self._all.options.prefetch)
         taken = {kept: kept.take() for kept in self._kept}
-        return compat.map_leaves(lambda leaf: taken[leaf] if isinstance(leaf, _Kept) else leaf, self._arguments)
+        return map_leaves(_Kept, taken.__getitem__, self._arguments)
 
 
 class _Kept:
