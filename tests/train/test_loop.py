@@ -4,8 +4,8 @@ import torch
 
 from zeroshard.config.job import ModelConfig
 from zeroshard.train.gpt import GPT
-from zeroshard.train.journal import Stopwatch
 from zeroshard.train.loop import lr_share, parameter_groups
+from zeroshard.train.record import Stopwatch
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:

@@ -20,6 +20,7 @@ from ..observe.ledger import Memory
 from ..plan.budget import WORKSPACE, Budget, budget
 from ..plan.device_memory import DeviceMemory
 from ..plan.dryrun import DryRun, dry_run
+from ..plan.formulas import HostPart, PaperMemory, PaperRow, paper_memory, paper_volume
 from ..plan.models import from_config
 from ..plan.module import gathering
 from ..plan.placed import host_share, place
@@ -28,7 +29,6 @@ from ..plan.units import transformer_units
 from ..plan.volume import Volume, volume
 from ..train.gpt import GPT
 from ..train.loop import parameter_groups
-from ..train.paper import OnHost, PaperRow, paper_memory, paper_offload_memory, paper_volume
 from ..train.tensor_parallel import parallelise
 
 DESCRIPTION = """\
@@ -271,13 +271,12 @@ class _Seen:
         table.add_row("between two steps, GB", _gb(result.at_rest), _gb(needs.at_rest.total))
         return table
 
-    def _paper(self) -> tuple[list[PaperRow], list[PaperRow]]:
-        stage, offload = int(self.config.stage), self.run.offload
-        if offload is None:
-            return paper_memory(stage, self._data_ranks, self.job.precision), []
-        units = place(self._setup, transformer_units(from_config(self.job.model), self._setup))
-        on_host = OnHost(options=offload, share=host_share(units))
-        return paper_offload_memory(stage, self._data_ranks, self.job.precision, on_host)
+    def _paper(self) -> PaperMemory:
+        part = None
+        if self.run.offload is not None:
+            units = place(self._setup, transformer_units(from_config(self.job.model), self._setup))
+            part = HostPart(options=self.run.offload, share=host_share(units))
+        return paper_memory(int(self.config.stage), self._data_ranks, self.job.precision, part)
 
 
 KINDS = ("parameters", "gradients", "optimizer_states", "gathered", "buffers", "accumulators")
@@ -287,7 +286,7 @@ ON_HOST = (*KINDS, "checkpoints")
 def _states(held: Memory, planned: DeviceMemory, paper: list[PaperRow], parameters: int) -> Iterator[tuple[str, ...]]:
     for row, kind in zip(paper, KINDS, strict=False):
         sizes = (getattr(held, kind), getattr(planned, kind), row.bytes(parameters))
-        yield (f"{row.kind}, GB", *map(_gb, sizes), str(row))
+        yield (f"{row.title}, GB", *map(_gb, sizes), str(row))
     total = sum(row.bytes(parameters) for row in paper)
     yield ("all model states, GB", _gb(held.model_states), _gb(planned.model_states), _gb(total))
 

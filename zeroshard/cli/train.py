@@ -31,7 +31,7 @@ from ..train.checkpoints import AUTO as AUTO_RESUME
 from ..train.checkpoints import FOLDER, NEVER
 from ..train.launch import Nodes, launch, under_torchrun
 from ..train.loop import train
-from ..train.observer import LEAST_STEPS_TO_TRACE
+from ..train.probe import LEAST_STEPS_TO_TRACE
 from ..train.weights import earlier_weights
 
 DESCRIPTION = """\

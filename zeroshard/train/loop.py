@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 
-from ..comm.process_group import start_process_group
+from ..comm.process_group import end_process_group, start_process_group
 from ..config.job import Job, resolve_device
 from ..system.machine import available_memory, device_of_rank, usable_cores
 from .checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
 from .data import Corpus
 from .gpt import GPT, sample
-from .journal import Journal
-from .observer import Observer
-from .progress import rank_zero_console, say
-from .summary import closing_table
+from .probe import Probe
+from .record import Record
 from .tensor_parallel import parallelise
+from .views import Bar, closing_table, evaluation_line, rank_zero_console, say, trace_line
 from .weights import load_weights, save_weights
 
 PROMPT = b"import "
@@ -77,34 +77,27 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
     corpus = Corpus.read(job.data)
     say(console, _headline(job, here, corpus))
 
-    torch.manual_seed(job.train.seed)
-    with torch.device("meta"):  # never whole anywhere: shard() initialises it unit by unit
-        gpt = GPT(job.built_model)
-    if here.tensor_parallel > 1:
-        start_process_group(here.device)
-        ranks = (here.data_ranks, here.tensor_parallel)
-        parallelise(gpt, init_device_mesh(here.device.type, ranks, mesh_dim_names=("data", "model"))["model"])
-    model: nn.Module = gpt
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        parameter_groups(model, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95)
+    model, optimizer, scheduler = _build(job, here)
+    record = Record(
+        world=here.data_ranks,
+        tensor_parallel=here.tensor_parallel,
+        precision=job.precision,
+        tokens_a_step=here.data_ranks * job.train.batch * job.model.sequence,
     )
-    model, optimizer = zeroshard.shard(model, optimizer, **shard_options(job, here))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_share(step, job.train.steps, round(job.train.warmup * job.train.steps))
-    )
-
-    tokens = here.data_ranks * job.train.batch * job.model.sequence
-    observer = Observer(model, job.train, trace_file if here.rank == 0 else None)
+    probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = Checkpoints(start, out, model, optimizer, scheduler)
-    with observer, Journal(job.train.steps, tokens, console) as journal, checkpoints:
+    with probe, Bar(job.train.steps, console) as bar, checkpoints:
         saved = checkpoints.load()
         done = 0 if saved is None else int(saved["step"])
         if saved is None:
             if resume != NEVER:
-                journal.say("no checkpoint to resume from: training begins at the first step")
-            journal.evaluated(0, evaluate(model, job, corpus, here))
+                say(console, "no checkpoint to resume from: training begins at the first step")
+            record.evaluated(0, evaluate(model, job, corpus, here))
+            say(console, evaluation_line(0, record))
         else:
-            journal.resume(done, saved["journal"])
+            record.resume(done, saved["journal"])
+            bar.reach(done)
+            say(console, f"resumed after step {done}/{job.train.steps}")
         for step in range(done + 1, job.train.steps + 1):
             batch = corpus.training_share(
                 of_ranks=start.origin.ranks,
@@ -115,62 +108,65 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
                 step=step,
                 rank=here.data_rank,
             ).to(here.device)
-            observer.begin(step)
+            probe.begin(step)
             loss = model(batch.tokens, batch.targets)
             loss.backward()
-            observer.before_update(step)
+            probe.before_update(step)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            observer.end(step)
-            journal.stepped()
+            probe.end(step)
+            bar.reach(step)
 
             last = step == job.train.steps
             if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
-                journal.report(step, here.mean(loss), zeroshard.stats(model))
+                record.measured(step, here.mean(loss), zeroshard.stats(model))
+                bar.show(step, record)
             if last:
-                zeroshard.synchronize(model)  # a delayed update is still to come
+                zeroshard.synchronize(model)  # publishes a delayed update
             if step % job.train.evaluate_every == 0 or last:
-                with journal.stopwatch.paused():
-                    journal.evaluated(step, evaluate(model, job, corpus, here))
-            if checkpoints.after_step(step, journal.state_dict()):
-                journal.say(f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
+                with record.stopwatch.paused():
+                    record.evaluated(step, evaluate(model, job, corpus, here))
+                say(console, evaluation_line(step, record))
+            if checkpoints.after_step(step, record.state_dict()):
+                say(console, f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
         checkpoints.finish()
 
-    if checkpoints.stopped is not None:
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-        if here.rank == 0:
-            if checkpoints.stopped == BY_SIGNAL:
-                say(console, "go on with the same command and --resume auto")
-            tell_launcher(checkpoints.stopped)
-        return
-    weights = save_weights(out, job.model, model)
-    stage = zeroshard.stats(model).stage
-    if dist.is_initialized():
-        dist.barrier()  # a rank that leaves early would look like one that failed
-        dist.destroy_process_group()
+    stopped = checkpoints.stopped
+    weights = save_weights(out, job.model, model) if stopped is None else []
+    end_process_group()
     if here.rank != 0:
         return
-    offloaded, traced = observer.offloaded, observer.told()
-    del model, optimizer, scheduler, observer, checkpoints  # room for the sample
-    if traced is not None:
-        say(console, traced)
+    if stopped is not None:
+        if stopped == BY_SIGNAL:
+            say(console, "go on with the same command and --resume auto")
+        tell_launcher(stopped)
+        return
+    del model, optimizer, scheduler, probe, checkpoints  # room for the sample
+    if record.trace is not None:
+        say(console, trace_line(record.trace))
     say(console, f"saved {weights[-1]}")
     say(console, _sampled_text(job, out, here.device))
-    if journal.stats is None:
+    if record.stats is None:
         say(console, f"all {job.train.steps} steps were made before, so there is nothing measured to show")
-        return
-    outcome = journal.outcome(
-        stage=stage,
-        world=here.data_ranks,
-        tensor_parallel=here.tensor_parallel,
-        precision=job.precision,
-        offloaded=offloaded,
-    )
-    console.print(closing_table(outcome))
+    else:
+        console.print(closing_table(record))
+
+
+def _build(job: Job, here: Rank) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
+    """Return the sharded model, its optimizer and its schedule of learning rates."""
+    torch.manual_seed(job.train.seed)
+    with torch.device("meta"):  # no rank ever has the whole model: shard() initialises it unit by unit
+        gpt = GPT(job.built_model)
+    if here.tensor_parallel > 1:
+        start_process_group(here.device)
+        ranks = (here.data_ranks, here.tensor_parallel)
+        parallelise(gpt, init_device_mesh(here.device.type, ranks, mesh_dim_names=("data", "model"))["model"])
+    adamw = torch.optim.AdamW(parameter_groups(gpt, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95))
+    model, optimizer = zeroshard.shard(gpt, adamw, **shard_options(job, here))
+    warmup = round(job.train.warmup * job.train.steps)
+    return model, optimizer, LambdaLR(optimizer, lambda step: lr_share(step, job.train.steps, warmup))
 
 
 def shard_options(job: Job, here: Rank) -> dict[str, object]:
