@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from ..plan.shape import Setup
 from ..plan.traced import Traced
 from ..system import machine
 
+HELP = "say what fits and how fast it is, for every stage and offload, before anything is started"
 DESCRIPTION = """\
 Say what fits and how fast it is, for every ZeRO stage and offload: memory of one rank by kind,
 volume, predicted step time and what bounds it; recommend one, with the call and the command.
@@ -45,21 +45,12 @@ examples:
   zeroshard plan --calibrate                                    measure this machine, once
   zeroshard plan --paper                                        the papers' claims beside ours
 """
-BAD_INPUT = 2
 NOTHING_FITS = 1
 WIDTH = 132  # of what is printed where there is no terminal
 
 
-def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `plan` to the command line."""
-    parser = add_parser(
-        "plan",
-        help="say what fits and how fast it is, for every stage and offload, before anything is started",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def define(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan`."""
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -107,20 +98,16 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answer what was asked; 2 for bad input, 1 if nothing fits."""
     console = Console(emoji=False) if sys.stdout.isatty() else Console(width=WIDTH, emoji=False)
-    try:
-        _check(arguments)
-        if arguments.paper:
-            if arguments.json:
-                print(json.dumps(paper_table.as_json(), indent=2))
-            else:
-                paper_table.render(console)
-            return 0
-        if arguments.calibrate is not None:
-            return _calibrate(arguments.calibrate, console)
-        return _answer(arguments, console)
-    except ValueError as error:
-        print(f"zeroshard plan: {error}", file=sys.stderr)
-        return BAD_INPUT
+    _check(arguments)
+    if arguments.paper:
+        if arguments.json:
+            print(json.dumps(paper_table.as_json(), indent=2))
+        else:
+            paper_table.render(console)
+        return 0
+    if arguments.calibrate is not None:
+        return _calibrate(arguments.calibrate, console)
+    return _answer(arguments, console)
 
 
 def _check(arguments: argparse.Namespace) -> None:
