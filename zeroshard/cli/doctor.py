@@ -78,7 +78,7 @@ def _host() -> Iterator[Finding]:
 
 
 def _host_name() -> Finding:
-    """Gloo listens on the address the host name resolves to; a name that does not resolve ends in a hang."""
+    """Gloo listens on the address of the host name. A name without an address ends in a hang."""
     name = socket.gethostname()
     try:
         return Finding("host name", f"{name} is {socket.gethostbyname(name)}")
@@ -92,9 +92,9 @@ def _torch() -> Finding:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     fact = f"{torch.__version__} ({build}), {torch.get_num_threads()} threads"
-    if version < OLDEST_TORCH:
-        return Finding("torch", fact, "zeroshard needs torch 2.11 or later: pip install --upgrade torch", bad=True)
-    return Finding("torch", fact)
+    old = version < OLDEST_TORCH
+    remedy = "zeroshard needs torch 2.11 or later: pip install --upgrade torch" if old else ""
+    return Finding("torch", fact, remedy, bad=old)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _host_optimizer() -> Finding:
-    """What updates parameters in host memory; asking builds it where nobody has."""
+    """Which code updates parameters in host memory. The question builds the native library if it is missing."""
     try:
         choice, threads = choose(), share().threads
     except ValueError as error:
@@ -144,18 +144,11 @@ def _host_optimizer() -> Finding:
 
 
 def _amx(amx: Amx) -> Finding:
-    variable = machine.ISA_VARIABLE
-    setting = f"{variable}={machine.ISA_WITHOUT_AMX}"
-    match amx:
-        case Amx.FAULTS:
-            remedy = (
-                f"nothing: `zeroshard train` and `shard()` set {setting}; "
-                "set it yourself for other programs that multiply in bf16 on this CPU"
-            )
-            return Finding("AMX", amx.value, remedy)
-        case Amx.UNKNOWN:
-            return Finding("AMX", amx.value, f"if bf16 on the CPU faults, set {setting}")
-        case Amx.CAPPED:
-            return Finding("AMX", f"{amx.value}: {variable} is set")
-        case _:
-            return Finding("AMX", amx.value)
+    setting = f"{machine.ISA_VARIABLE}={machine.ISA_WITHOUT_AMX}"
+    remedies = {
+        Amx.FAULTS: f"nothing: `zeroshard train` and `shard()` set {setting}; "
+        "set it yourself for other programs that multiply in bf16 on this CPU",
+        Amx.UNKNOWN: f"if bf16 on the CPU faults, set {setting}",
+    }
+    why = f": {machine.ISA_VARIABLE} is set" if amx is Amx.CAPPED else ""
+    return Finding("AMX", f"{amx.value}{why}", remedies.get(amx, ""))

@@ -65,8 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--world must be at least 1, is {world}")
     if not 0 <= rank < world:
         raise ValueError(f"--rank {rank} does not exist in a world of {world}")
-    if world % job.train.tensor_parallel:
-        raise ValueError(f"tensor parallelism of {job.train.tensor_parallel} does not divide --world")
     config = Config.parse(job.shard)
     if config.stage == "auto" or config.chooses_offload:
         raise ValueError('"auto" is chosen where a job starts; name a stage and an offload, or ask `zeroshard plan`')

@@ -97,7 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
         job = load_job(arguments.config, overrides(arguments))
         device = resolve_device(job.train.device)
         ranks, nodes = _ranks(arguments.ranks, device), _nodes(arguments)
-        _check_tensor_parallel(job, int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks * nodes.nnodes)
+        world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks * nodes.nnodes
+        degree = job.train.tensor_parallel
+        if world % degree:
+            raise ValueError(f"--tensor-parallel {degree} does not divide the {world} rank(s); change it, or --ranks")
         _check_trace(arguments.trace, job)
         out = arguments.out or Path("runs") / job.name
         _check_resume(arguments, job, out)
@@ -135,12 +138,6 @@ def _ranks(asked: int | None, device: str) -> int:
     if asked is not None and asked > gpus:
         raise ValueError(f"--ranks {asked}: this machine has {gpus} GPU(s), and each rank needs its own")
     return asked or gpus
-
-
-def _check_tensor_parallel(job: Job, ranks: int) -> None:
-    degree = job.train.tensor_parallel
-    if ranks % degree:
-        raise ValueError(f"--tensor-parallel {degree} does not divide the {ranks} rank(s); change it, or --ranks")
 
 
 def _check_trace(file: Path | None, job: Job) -> None:

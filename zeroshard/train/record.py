@@ -12,11 +12,11 @@ from ..observe.ledger import Memory, Stats
 from ..plan.formulas import HostPart
 
 
+@dataclass
 class Stopwatch:
     """Seconds since `start`, without those spent `paused`."""
 
-    def __init__(self) -> None:
-        self._began = math.nan
+    _began: float = math.nan
 
     def start(self) -> None:
         """Begin to count."""

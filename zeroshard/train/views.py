@@ -37,18 +37,8 @@ class Bar(Progress):
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._numbers = steps, ""  # set first, because the constructor below draws
         columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        super().__init__(*columns, console=console, transient=True)
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self.add_task("step", total=steps)
-
-    def start(self) -> None:
-        """Draw the bar, on a terminal."""
-        if self.console.is_terminal:
-            super().start()
-
-    def stop(self) -> None:
-        """Remove the bar."""
-        if self.console.is_terminal:
-            super().stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return what is drawn: the bar, and the numbers below it."""
@@ -110,10 +100,8 @@ def closing_table(record: Record) -> Table:
         ranks, size = f"{ranks} × {record.tensor_parallel}", f"{size} a tensor-parallel rank"
     setting = [f"stage {stats.stage}", f"{ranks} ranks", record.precision, *(["offload cpu"] if offload else []), size]
     table = Table(title=" · ".join(setting), title_justify="left", caption_justify="left")
-    table.add_column("per rank")
-    table.add_column("measured", justify="right")
-    table.add_column("paper", justify="right")
-    table.add_column("formula")
+    for name in ("per rank", "measured", "paper", "formula"):
+        table.add_column(name, justify="right" if name in ("measured", "paper") else "left")
     kept, parameters = stats.kept_parameters / stats.padded_parameters, stats.parameters
     part = None if offload is None else offload.part
     paper = paper_memory(stats.stage, record.world, record.precision, part)
