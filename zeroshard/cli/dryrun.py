@@ -1,4 +1,4 @@
-"""`zeroshard dryrun`: one rank of a world that is not there, run for real."""
+"""`zeroshard dryrun`: runs one rank of N alone on this machine, and prints its memory and its volume."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ from ..train.loop import parameter_groups
 from ..train.tensor_parallel import parallelise
 from .job_options import add_job_options, overrides
 
-HELP = "run one rank of N on this machine, and see what it holds and would send"
+HELP = "run one rank of N on this machine, and see its memory and what it would send"
 DESCRIPTION = """\
 Run rank r of a world of N for a few steps on this machine: the real runtime with the real shapes, and
 nobody to talk to. With a GPU its memory is real; without one, tensors have shapes and no values, and what is
@@ -45,7 +45,7 @@ examples:
 """
 TOO_MUCH = 1
 GIB = 2**30
-WIDTH = 110  # of what is printed where there is no terminal
+WIDTH = 110  # characters of a line where there is no terminal
 
 
 def define(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +112,7 @@ def _run(job: Job, world: int, rank: int, real: bool) -> DryRun:
         return output
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        # As torch chooses by itself on a GPU; it makes temporaries that a loop over parameters does not.
+        # foreach=True is what torch chooses on a GPU. It has temporaries that a loop over parameters has not.
         return torch.optim.AdamW(parameter_groups(model, job.train.weight_decay), lr=job.train.lr, foreach=True)
 
     return dry_run(

@@ -1,4 +1,4 @@
-"""`zeroshard plan`: what fits, what it communicates and how long it takes, before anything is started."""
+"""`zeroshard plan`: which setups fit, what they communicate and how long a step takes, before anything starts."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ examples:
   zeroshard plan --paper                                        the papers' claims beside ours
 """
 NOTHING_FITS = 1
-WIDTH = 132  # of what is printed where there is no terminal
+WIDTH = 132  # characters of a line where there is no terminal
 
 
 def define(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
-        help="keep one tensor a block and recompute the rest (default: as the preset has it, else yes)",
+        help="store one tensor a block and recompute the rest (default: as the preset has it, else yes)",
     )
     job.add_argument("--model-parallel", type=int, metavar="M", help="ranks that share each block (default: 1)")
     job.add_argument("--partition", action="store_true", help="divide checkpoints among model-parallel ranks (P_a)")
@@ -89,14 +89,14 @@ def define(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help="measure this machine in a minute. Without FILE the profile is kept and taken from then on, by "
-        'shard(stage="auto") too; with one it is written there, for --machine. Under torchrun, links are measured too',
+        help="measure this machine in a minute. Without FILE the profile is stored and used from then on, also "
+        'by shard(stage="auto"); with FILE it is written there, for --machine. Under torchrun, links are measured too',
     )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer what was asked; 2 for bad input, 1 if nothing fits."""
+    """Answer the question; return 1 if nothing fits."""
     console = Console(emoji=False) if sys.stdout.isatty() else Console(width=WIDTH, emoji=False)
     _check(arguments)
     if arguments.paper:
@@ -153,7 +153,7 @@ def _calibrate(given: str, console: Console) -> int:
     calibrate.write(found, file)
     if int(os.environ.get("RANK", "0")) == 0:
         console.print(f"Measured in {found.seconds:.0f} s: {', '.join(sorted(found.measured))}", highlight=False)
-        use = f"zeroshard plan --model MODEL --machine {file}" if given else f"kept in {file}, and taken from now on"
+        use = f"zeroshard plan --model MODEL --machine {file}" if given else f"stored in {file}, and used from now on"
         console.print(f"  {use}", highlight=False, soft_wrap=True)
     end_process_group()
     return 0

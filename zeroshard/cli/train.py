@@ -1,4 +1,4 @@
-"""`zeroshard train`: the ready-made job. Outside torchrun's environment it starts the ranks, inside it is a rank."""
+"""`zeroshard train`: the ready-made job. It starts the ranks; in the environment of torchrun it is a rank itself."""
 
 import argparse
 import os
@@ -105,19 +105,19 @@ def run(arguments: argparse.Namespace) -> int:
     except (CheckpointError, OSError) as error:
         raise ValueError(error) from None
     if device == "cpu" and (message := ensure_bf16_matmul()):
-        print(f"zeroshard train: {message}")  # the ranks inherit it
+        print(f"zeroshard train: {message}")  # the ranks inherit the variable that was set
     if under_torchrun():
         return _be_a_rank(job, out, arguments.trace, arguments.resume)
     return launch(ranks, nodes, arguments.argv, arguments.restarts)
 
 
 def _be_a_rank(job: Job, out: Path, trace_file: Path | None, resume: str) -> int:
-    # Ctrl-C ends a rank at once, even inside a collective, and without a traceback from each of them.
+    # Ctrl-C ends a rank at once, also inside a collective, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         record(train)(job, out, trace_file, resume)
     except Exception:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # otherwise recorded there, and told by whoever started us
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # else the launcher reads the error there and prints it
             traceback.print_exc()
         return 1
     return 0

@@ -26,27 +26,27 @@ from .views import Bar, closing_table, evaluation_line, rank_zero_console, say, 
 from .weights import load_weights, save_weights
 
 PROMPT = b"import "
-LOWEST_LR = 0.1  # of the highest; where the cosine ends
+LOWEST_LR = 0.1  # the end of the cosine, as a share of the highest learning rate
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Which rank this process is, as torchrun's environment says, and the device it trains on."""
+    """This process as one of the ranks, and its device."""
 
     rank: int
     world: int
     device: torch.device
     tensor_parallel: int = 1
-    """Ranks that see the same batches, one after the other."""
+    """Ranks that divide one replica of the model. They are neighbours, and see the same batches."""
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data is this rank's."""
+        """Return which part of the data this rank trains on."""
         return self.rank // self.tensor_parallel
 
     @property
     def data_ranks(self) -> int:
-        """Return into how many parts the data is divided."""
+        """Return the number of parts that the data is divided into."""
         return self.world // self.tensor_parallel
 
     @classmethod
@@ -66,7 +66,7 @@ class Rank:
 
 
 def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
-    """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this; rank 0 is traced.
+    """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this. A trace is of rank 0.
 
     `resume` is `auto`, `never` or the path of a checkpoint.
     """
@@ -198,7 +198,7 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
-    """Return the mean loss on held-out files; every rank calls this and takes its part of them."""
+    """Return the mean loss on held-out files. Every rank calls this and evaluates its part of them."""
     model.eval()
     total = torch.zeros((), device=here.device)
     for batch in corpus.held_out_batches(
@@ -215,17 +215,18 @@ def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
 
 
 def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
-    """Return text from the weights as they were saved, by a model that knows nothing of shards."""
+    """Return text that a plain, unsharded model samples from the saved weights."""
     if not job.train.sample:
         return "no sample was asked for"
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if 5 * job.model.parameters > free:
         return "no sample: the whole model is too large for one device"
-    torch.set_num_threads(usable_cores())  # the other ranks have left
+    torch.set_num_threads(usable_cores())  # the other ranks have ended
     prompt = torch.tensor(list(PROMPT), device=device)
     tokens = sample(load_weights(out, device), prompt, job.train.sample, seed=job.train.seed).clamp(max=255)
     text = bytes(tokens.tolist()).decode(errors="replace")
-    text = "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)  # a terminal obeys some
+    # Control characters are replaced: a terminal would obey them.
+    text = "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)
     return "a sample from the saved weights:\n" + "\n".join(f"    {line}" for line in text.splitlines())
 
 
