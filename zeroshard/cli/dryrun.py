@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     cap = _cap(arguments.memory_cap, real)
     try:
         with redirect_stdout(sys.stderr):  # messages of the run are no part of the answer
-            seen = _Seen(job, config, world, rank, _run(job, world, rank, real))
+            seen = _Comparison(job, config, world, rank, _run(job, world, rank, real))
     except torch.OutOfMemoryError as error:
         return _fail("\n".join([str(error), *getattr(error, "__notes__", [])]))
     if arguments.json:
@@ -129,7 +129,7 @@ def _run(job: Job, world: int, rank: int, real: bool) -> DryRun:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Comparison:
     """A dry run beside the plan and the papers' formulas."""
 
     job: Job

@@ -167,6 +167,7 @@ class Checkpoints:
     def _save(self, step: int, record: dict[str, Any], *, asynchronous: bool) -> None:
         job = self._start.job
         fixed = {name: getattr(job.train, name) for name in FIXED}
+        # On disk the record is called "journal", as in checkpoints of earlier versions.
         extra = {"step": step, "origin": asdict(self._start.origin), "journal": record} | _identity(job) | fixed
         self._saving = zeroshard.save(
             self.path_of(step), *self._states, extra=extra, asynchronous=asynchronous, keep=job.train.keep
