@@ -14,7 +14,7 @@ from zeroshard.config.options import Activations
 from zeroshard.plan.activations import paper_activations, transformer_activations
 from zeroshard.plan.budget import budget
 from zeroshard.plan.device_memory import Phase
-from zeroshard.plan.memory import StateBytes
+from zeroshard.plan.formulas import paper_memory, total_bytes
 from zeroshard.plan.rank_memory import RankMemory
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.traced import units_of
@@ -43,8 +43,8 @@ TABLE_2 = {
 """By model-parallel degree, billions of parameters on 32 GB with N = 64; the last column is printed as 0.5T, 1T, 2T."""
 
 
-def states(psi: float) -> StateBytes:
-    return StateBytes(int(2 * psi), int(2 * psi), int(12 * psi))
+def states(psi: float, stage: int, world: int) -> float:
+    return total_bytes(paper_memory(stage, world, "bf16").device, psi)
 
 
 def made_of(psi: int, **more: int) -> Transformer:
@@ -54,7 +54,7 @@ def made_of(psi: int, **more: int) -> Transformer:
 
 
 def test_figure_1() -> None:
-    assert [round(states(7.5e9).per_rank(stage, 64) / GB, 1) for stage in range(4)] == [120.0, 31.4, 16.6, 1.9]
+    assert [round(states(7.5e9, stage, 64) / GB, 1) for stage in range(4)] == [120.0, 31.4, 16.6, 1.9]
 
 
 @pytest.mark.parametrize("world", TABLE_1)
@@ -63,7 +63,7 @@ def test_every_cell_of_table_1(world: int, size: int) -> None:
     """Large values are printed truncated, small ones rounded."""
     for stage, printed in zip((1, 2, 3), TABLE_1[world][size].split(), strict=True):
         digits = len(printed.partition(".")[2])
-        value = states(SIZES[size]).per_rank(stage, world) / GB
+        value = states(SIZES[size], stage, world) / GB
         truncated = math.floor(value * 10**digits + 1e-9) / 10**digits
         rounded = abs(value - float(printed)) <= 0.5 / 10**digits + 1e-9
         assert rounded or float(printed) == truncated, f"stage {stage}: {value}, printed {printed}"
@@ -72,7 +72,7 @@ def test_every_cell_of_table_1(world: int, size: int) -> None:
 @pytest.mark.parametrize("degree", TABLE_2)
 def test_the_theory_columns_of_table_2(degree: int) -> None:
     for stage, printed in enumerate(TABLE_2[degree]):
-        largest = degree * 32 * GB / states(1e9).per_rank(stage, 64) * 1e9
+        largest = degree * 32 * GB / states(1e9, stage, 64) * 1e9
         assert largest / 1e9 == pytest.approx(printed, rel=0.03)
 
 
@@ -81,7 +81,7 @@ def test_the_theory_columns_of_table_2(degree: int) -> None:
 def test_the_plan_of_a_real_shape_agrees_with_the_papers_formula_within_one_percent(stage: int, world: int) -> None:
     model = made_of(7_500_000_000)
     planned = budget(model, Setup(stage=stage, world=world)).at_step.model_states
-    assert planned == pytest.approx(states(model.parameters).per_rank(stage, world), rel=0.01)
+    assert planned == pytest.approx(states(model.parameters, stage, world), rel=0.01)
 
 
 def test_offload_leaves_two_bytes_a_parameter_on_the_device_and_fourteen_on_the_host() -> None:

@@ -1,14 +1,10 @@
-"""The papers' memory formula for any stage, dtype and optimizer."""
+"""What is known of memory without a model: tensors that each optimizer has, and the share for model states."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
-
-from ..config.offload import Offload
-from ..config.table import Extent, state_table
 
 STATES_SHARE = 0.7
 """Model states may take this share of a device; the rest is for activations and buffers, where these are not known."""
@@ -27,44 +23,6 @@ STATE_TENSORS = {
     torch.optim.SGD: 0,
 }
 """Tensors of a parameter's size that an optimizer keeps; options may add some. Unknown ones count as Adam."""
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes of model states of a whole model, before they are divided among ranks."""
-
-    parameters: int
-    gradients: int
-    optimizer_states: int
-
-    def on_device(self, offload: Offload | None) -> StateBytes:
-        """What of it is on the device; of the rest, an N-th is on each rank's host."""
-        if offload is None:
-            return self
-        stays = 0.0 if offload.host_fraction == "auto" else 1 - offload.host_fraction
-        return StateBytes(
-            0 if offload.parameters == "cpu" else self.parameters,
-            int(stays * self.gradients),
-            int(stays * self.optimizer_states),
-        )
-
-    def per_rank(self, stage: int, world: int) -> float:
-        """Bytes on one rank (ZeRO, section 5): each kind whole, or an N-th, as the stage's table says.
-
-        >>> psi = 7_500_000_000
-        >>> [round(StateBytes(2 * psi, 2 * psi, 12 * psi).per_rank(stage, 64) / 1e9, 1) for stage in range(4)]
-        [120.0, 31.4, 16.6, 1.9]
-        """
-        table = state_table(stage, world)
-
-        def share(extent: Extent) -> int:
-            return world if extent is Extent.SHARD else 1
-
-        return (
-            self.parameters / share(table.parameters.extent)
-            + self.gradients / share(table.gradients.extent)
-            + self.optimizer_states / share(table.optimizer.extent)
-        )
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> float:

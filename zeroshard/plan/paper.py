@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..config.offload import Offload
+from .formulas import paper_memory, total_bytes
 from .machine_profile import Machine, load
-from .memory import StateBytes
 from .paper_devices import (
     BASELINE,
     BILLION,
@@ -101,8 +101,7 @@ TABLE_2_MEASURED = {1: (1.3, 6.2), 2: (2.5, 12.5), 4: (5, 25), 8: (10, 50), 16: 
 
 def state_gigabytes(parameters: float, stage: int, world: int) -> float:
     """Model states of one rank with Adam in mixed precision."""
-    psi = int(parameters)
-    return StateBytes(2 * psi, 2 * psi, 12 * psi).per_rank(stage, world) / GB
+    return total_bytes(paper_memory(stage, world, "fp16").device, parameters) / GB
 
 
 def _theory() -> Iterator[Claim]:

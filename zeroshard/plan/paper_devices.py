@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from .formulas import HostPart, paper_memory, total_bytes
 from .machine_profile import Machine
-from .memory import StateBytes
 from .shape import Setup, Transformer
 
 GB, BILLION = 1e9, 1e9
@@ -43,11 +43,12 @@ ZERO_R, BASELINE = Residual(), Residual(partitioned=False, bounded=False)
 def device_bytes(model: Transformer, setup: Setup, residual: Residual = ZERO_R) -> float:
     """What one device of the papers' time needs: states, checkpoints, one block's activations, logits, buffers."""
     parameters = model.parameters // setup.model_parallel
-    states = StateBytes(2 * parameters, 2 * parameters, 12 * parameters).on_device(setup.offload)
+    part = None if setup.offload is None else HostPart(options=setup.offload)
+    states = paper_memory(setup.stage, setup.world, "fp16", part).device
     tokens = setup.batch * setup.sequence
     checkpoints = 2 * tokens * model.hidden * model.layers
     return (
-        states.per_rank(setup.stage, setup.world)
+        total_bytes(states, parameters)
         + (0 if residual.bounded else WHOLE_BUFFERS * parameters)
         + (0 if residual.on_host else checkpoints / (setup.model_parallel if residual.partitioned else 1))
         + 2 * WORKING * tokens * model.hidden

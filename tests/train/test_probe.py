@@ -9,15 +9,17 @@ import torch
 import zeroshard
 from zeroshard import Offload
 from zeroshard.config.job import ModelConfig, TrainConfig
+from zeroshard.plan.formulas import paper_memory, paper_traffic
 from zeroshard.train.gpt import GPT
-from zeroshard.train.observer import LEAST_STEPS_TO_TRACE, Observer, measured_step, traced_steps
-from zeroshard.train.paper import paper_offload_memory, paper_traffic
+from zeroshard.train.probe import LEAST_STEPS_TO_TRACE, Probe, measured_step, traced_steps
+from zeroshard.train.record import Record
+from zeroshard.train.views import trace_line
 
 STEPS = TrainConfig(steps=6, evaluate_every=100)
 
 
-def run(stage: int, precision: str, offload: Offload | None, trace_file: Path | None = None) -> tuple[GPT, Observer]:
-    """Train a small GPT for a few steps under observation."""
+def run(stage: int, precision: str, offload: Offload | None, trace_file: Path | None = None) -> tuple[GPT, Record]:
+    """Train a small GPT for a few steps with a probe."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(layers=3, hidden=64, heads=2, sequence=32))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -25,15 +27,16 @@ def run(stage: int, precision: str, offload: Offload | None, trace_file: Path | 
         model, optimizer, stage=stage, precision=precision, offload=offload, device="cpu"
     )
     tokens = torch.arange(64).view(2, 32)
-    with Observer(model, STEPS, trace_file) as observer:
+    record = Record(world=1, precision=precision, tokens_a_step=64)
+    with Probe(model, STEPS, record, trace_file) as probe:
         for step in range(1, STEPS.steps + 1):
-            observer.begin(step)
+            probe.begin(step)
             model(tokens, tokens).backward()
-            observer.before_update(step)
+            probe.before_update(step)
             optimizer.step()
             optimizer.zero_grad()
-            observer.end(step)
-    return model, observer
+            probe.end(step)
+    return model, record
 
 
 BF16 = torch.bfloat16
@@ -64,17 +67,17 @@ READ_BACK = Offload(split_master=True, read_back=True)
     ids=str,
 )
 def test_what_is_measured_is_what_the_formulas_say(stage: int, precision: str, offload: Offload) -> None:
-    model, observer = run(stage, precision, offload)
+    model, record = run(stage, precision, offload)
     stats = zeroshard.stats(model)
-    measured = observer.offloaded
+    measured = record.offload
     assert measured is not None
     assert measured.traffic is not None
-    paper = paper_offload_memory(stage, 1, precision, measured.on_host)
-    for rows, sizes in ((paper.device, measured.device), (paper.host, measured.host)):
-        for row, size in zip(rows, sizes, strict=True):
-            assert size == pytest.approx(row.bytes(stats.parameters), rel=0.01), row
+    paper = paper_memory(stage, 1, precision, measured.part)
+    for rows, memory in ((paper.device, measured.device), (paper.host, measured.host)):
+        for row in rows:
+            assert getattr(memory, row.kind) == pytest.approx(row.bytes(stats.parameters), rel=0.01), row
     kept = stats.kept_parameters / stats.padded_parameters
-    expected, _ = paper_traffic(precision, measured.on_host, kept)
+    expected, _ = paper_traffic(precision, measured.part, kept)
     assert measured.traffic / stats.parameters == pytest.approx(expected, rel=0.01)
 
 
@@ -85,23 +88,24 @@ def test_looking_changes_nothing_about_a_delayed_update(monkeypatch: pytest.Monk
         zeroshard.synchronize(model)
         weights.append(zeroshard.full_state_dict(model))
         for name in ("begin", "before_update", "end"):
-            monkeypatch.setattr(Observer, name, lambda *_: None)
+            monkeypatch.setattr(Probe, name, lambda *_: None)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_without_offload_there_is_nothing_to_measure() -> None:
     for offload in (None, Offload(host_fraction=0)):
-        _, observer = run(2, "bf16", offload)
-        assert observer.offloaded is None
-        assert observer.told() is None
+        _, record = run(2, "bf16", offload)
+        assert record.offload is None
+        assert record.trace is None
 
 
 def test_a_trace_is_written_and_told(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    _, observer = run(2, "bf16", Offload(), file)
-    told = observer.told()
-    assert told is not None
-    assert told.startswith(f"traced steps 3 to 5 in {file}: copies hidden by neither device nor host work took ")
+    _, record = run(2, "bf16", Offload(), file)
+    assert record.trace is not None
+    assert trace_line(record.trace).startswith(
+        f"traced steps 3 to 5 in {file}: copies hidden by neither device nor host work took "
+    )
     events = json.loads(file.read_text())["traceEvents"]
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     names = [tracks[event["tid"]] for event in events if event["ph"] == "X"]
@@ -111,8 +115,9 @@ def test_a_trace_is_written_and_told(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_offload_says_that_nothing_was_copied(tmp_path: Path) -> None:
-    _, observer = run(2, "fp32", None, tmp_path / "steps.json")
-    assert str(observer.told()).endswith("nothing is offloaded, so nothing was copied")
+    _, record = run(2, "fp32", None, tmp_path / "steps.json")
+    assert record.trace is not None
+    assert trace_line(record.trace).endswith("nothing is offloaded, so nothing was copied")
 
 
 @pytest.mark.parametrize("steps", range(1, 12))
