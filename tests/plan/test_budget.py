@@ -14,10 +14,10 @@ from zeroshard.config.options import Activations
 from zeroshard.plan.activations import paper_activations, transformer_activations
 from zeroshard.plan.budget import budget
 from zeroshard.plan.device_memory import Phase
-from zeroshard.plan.memory import StateBytes
+from zeroshard.plan.model_states import ModelStateBytes
+from zeroshard.plan.module_trace import units_of
 from zeroshard.plan.rank_memory import RankMemory
 from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.traced import units_of
 from zeroshard.plan.units import transformer_units
 from zeroshard.plan.volume import volume
 
@@ -43,8 +43,8 @@ TABLE_2 = {
 """By model-parallel degree, billions of parameters on 32 GB with N = 64; the last column is printed as 0.5T, 1T, 2T."""
 
 
-def states(psi: float) -> StateBytes:
-    return StateBytes(int(2 * psi), int(2 * psi), int(12 * psi))
+def states(psi: float) -> ModelStateBytes:
+    return ModelStateBytes(int(2 * psi), int(2 * psi), int(12 * psi))
 
 
 def made_of(psi: int, **more: int) -> Transformer:

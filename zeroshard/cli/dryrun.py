@@ -22,7 +22,7 @@ from ..plan.device_memory import DeviceMemory
 from ..plan.dryrun import DryRun, dry_run
 from ..plan.models import from_config
 from ..plan.module import gathering
-from ..plan.placed import host_share, place
+from ..plan.rank_units import host_share, place
 from ..plan.shape import Setup
 from ..plan.units import transformer_units
 from ..plan.volume import Volume, volume

@@ -23,9 +23,9 @@ from ..plan.hardware import MOST, Hardware, find_hardware
 from ..plan.machine_profile import calibrated_file
 from ..plan.models import Subject, find_model
 from ..plan.module import gathering
+from ..plan.module_trace import ModuleTrace
 from ..plan.scale import ScalePoint, cost, doubling, scale
 from ..plan.shape import Setup
-from ..plan.traced import Traced
 from ..system import machine
 
 DESCRIPTION = """\
@@ -281,7 +281,7 @@ def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict
         asked = "--tokens" if arguments.tokens is not None else "--scale"
         raise ValueError(f"{asked} needs a predicted time: give --machine NAME, or measure this one with --calibrate")
     if arguments.tokens is not None:
-        if isinstance(row.model, Traced) and not row.model.tokens_known:
+        if isinstance(row.model, ModuleTrace) and not row.model.tokens_known:
             raise ValueError(
                 f"--tokens: how many a step takes is not known of {row.model.name}, whose inputs are no token ids; if "
                 "they are sequences of something, let the function take a parameter called sequence and make them of it"
@@ -307,7 +307,7 @@ def _points(arguments: argparse.Namespace, row: Row) -> list[ScalePoint]:
 
 def _scaled(row: Row, point: ScalePoint) -> dict[str, Any]:
     there = replace(row.setup, world=point.devices // row.setup.model_parallel)
-    known = not isinstance(row.model, Traced) or row.model.tokens_known
+    known = not isinstance(row.model, ModuleTrace) or row.model.tokens_known
     return {
         "gpus": point.devices,
         "fits": replace(row, setup=there, hardware=row.hardware.grown(point.devices)).fits,

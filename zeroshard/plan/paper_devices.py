@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from .machine_profile import Machine
-from .memory import StateBytes
+from .model_states import ModelStateBytes
 from .shape import Setup, Transformer
 
 GB, BILLION = 1e9, 1e9
@@ -43,7 +43,7 @@ ZERO_R, BASELINE = Residual(), Residual(partitioned=False, bounded=False)
 def device_bytes(model: Transformer, setup: Setup, residual: Residual = ZERO_R) -> float:
     """What one device of the papers' time needs: states, checkpoints, one block's activations, logits, buffers."""
     parameters = model.parameters // setup.model_parallel
-    states = StateBytes(2 * parameters, 2 * parameters, 12 * parameters).on_device(setup.offload)
+    states = ModelStateBytes(2 * parameters, 2 * parameters, 12 * parameters).on_device(setup.offload)
     tokens = setup.batch * setup.sequence
     checkpoints = 2 * tokens * model.hidden * model.layers
     return (

@@ -30,19 +30,19 @@ STATE_TENSORS = {
 
 
 @dataclass(frozen=True)
-class StateBytes:
+class ModelStateBytes:
     """Bytes of model states of a whole model, before they are divided among ranks."""
 
     parameters: int
     gradients: int
     optimizer_states: int
 
-    def on_device(self, offload: Offload | None) -> StateBytes:
+    def on_device(self, offload: Offload | None) -> ModelStateBytes:
         """What of it is on the device; of the rest, an N-th is on each rank's host."""
         if offload is None:
             return self
         stays = 0.0 if offload.host_fraction == "auto" else 1 - offload.host_fraction
-        return StateBytes(
+        return ModelStateBytes(
             0 if offload.parameters == "cpu" else self.parameters,
             int(stays * self.gradients),
             int(stays * self.optimizer_states),
@@ -52,7 +52,7 @@ class StateBytes:
         """Bytes on one rank (ZeRO, section 5): each kind whole, or an N-th, as the stage's table says.
 
         >>> psi = 7_500_000_000
-        >>> [round(StateBytes(2 * psi, 2 * psi, 12 * psi).per_rank(stage, 64) / 1e9, 1) for stage in range(4)]
+        >>> [round(ModelStateBytes(2 * psi, 2 * psi, 12 * psi).per_rank(stage, 64) / 1e9, 1) for stage in range(4)]
         [120.0, 31.4, 16.6, 1.9]
         """
         table = state_table(stage, world)

@@ -22,7 +22,7 @@ from ..offload.pinned import aligned
 from ..system import compat
 
 
-class Recomputing:
+class Recomputation:
     """The checkpoints of one forward and backward."""
 
     def __init__(self, options: Activations) -> None:
@@ -73,9 +73,9 @@ class Recomputing:
 class _Call:
     """One call of a block: what is kept of its inputs."""
 
-    def __init__(self, all_: Recomputing, arguments: Any, previous: _Call | None) -> None:
+    def __init__(self, all_: Recomputation, arguments: Any, previous: _Call | None) -> None:
         self._all, self._previous = all_, None if previous is None else weakref.ref(previous)
-        kept: dict[int, _Kept] = {}
+        kept: dict[int, _Checkpoint] = {}
 
         def put(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -83,7 +83,7 @@ class _Call:
             if not value.requires_grad or value.is_leaf:
                 return value
             if id(value) not in kept:
-                kept[id(value)] = _Kept(value, all_)
+                kept[id(value)] = _Checkpoint(value, all_)
             return kept[id(value)]
 
         self._arguments = compat.map_leaves(put, arguments)
@@ -101,13 +101,13 @@ class _Call:
         self._all.leaving.clear()
         self.fetch(self._all.options.prefetch)
         taken = {kept: kept.take() for kept in self._kept}
-        return compat.map_leaves(lambda leaf: taken[leaf] if isinstance(leaf, _Kept) else leaf, self._arguments)
+        return compat.map_leaves(lambda leaf: taken[leaf] if isinstance(leaf, _Checkpoint) else leaf, self._arguments)
 
 
-class _Kept:
+class _Checkpoint:
     """A tensor that is there again when it is needed."""
 
-    def __init__(self, tensor: Tensor, all_: Recomputing) -> None:
+    def __init__(self, tensor: Tensor, all_: Recomputation) -> None:
         there = tensor.detach()
         self._tensor: Tensor | None = there
         self._offload = all_.options.offload
