@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.calibrate import launching
+from zeroshard.calibrate import launch_time
 from zeroshard.calibrate import measure as measuring
 from zeroshard.calibrate.block_speed import GPU_SIZES, Pass, Size, Speed, fit
-from zeroshard.calibrate.host_update import HostUpdate, Repeated
 from zeroshard.calibrate.measure import Calibration, calibrate, toml, write
+from zeroshard.calibrate.update_probe import BusyHost, UpdateProbe
 from zeroshard.plan.machine_profile import Launch, load
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import step_time
@@ -85,12 +85,12 @@ def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "DEPTHS", (2, 10))
-    monkeypatch.setattr(launching, "TURNS", 4)
-    with HostUpdate(torch.device("cpu"), 1 << 16) as update:
-        crowd = Repeated(update)
-        found = launching.launch_seconds(torch.device("cpu"), crowd)
-    assert crowd.taken, "the host was at work"
+    monkeypatch.setattr(launch_time, "DEPTHS", (2, 10))
+    monkeypatch.setattr(launch_time, "TURNS", 4)
+    with UpdateProbe(torch.device("cpu"), 1 << 16) as update:
+        busy_host = BusyHost(update)
+        found = launch_time.launch_seconds(torch.device("cpu"), busy_host)
+    assert busy_host.taken, "the host was at work"
     assert set(found) == {f"launch.{entry.name}" for entry in fields(Launch)}
     assert min(found.values()) >= 0
     assert min(found["launch.crowded"], found["launch.interrupted"]) >= 1
@@ -99,11 +99,11 @@ def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_goes_wrong_beside_a_measurement_is_raised_where_it_ends() -> None:
-    class Broken(HostUpdate):
+    class Broken(UpdateProbe):
         def run(self) -> None:
             raise ArithmeticError("the kernel is ill")
 
     with Broken(torch.device("cpu"), 1 << 10) as update:
-        crowd = Repeated(update)
-        with pytest.raises(ArithmeticError, match="ill"), crowd:
+        busy_host = BusyHost(update)
+        with pytest.raises(ArithmeticError, match="ill"), busy_host:
             pass

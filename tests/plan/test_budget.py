@@ -15,9 +15,9 @@ from zeroshard.plan.activations import paper_activations, transformer_activation
 from zeroshard.plan.budget import budget
 from zeroshard.plan.device_memory import Phase
 from zeroshard.plan.formulas import paper_memory, total_bytes
+from zeroshard.plan.module_trace import units_of
 from zeroshard.plan.rank_memory import RankMemory
 from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.traced import units_of
 from zeroshard.plan.units import transformer_units
 from zeroshard.plan.volume import volume
 

@@ -8,11 +8,11 @@ import pytest
 
 from zeroshard import Activations
 from zeroshard.plan.checkpoint_time import CheckpointTime
+from zeroshard.plan.collective_time import ring
 from zeroshard.plan.machine_profile import Link, Pcie, load
-from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import StepTime, step_time
-from zeroshard.plan.timeline import Lane, Span, Timeline
+from zeroshard.plan.timeline import Interval, Resource, Timeline
 
 H200 = load("h200")
 SLOW = replace(H200, inside=Link(latency=0.0, bandwidth=0.5e6), pcie=Pcie(down=0.5e6, up=0.25e6))
@@ -30,33 +30,33 @@ def test_parts_go_down_behind_forward_and_come_up_before_they_are_gathered() -> 
     found = checkpoints(timeline, Activations(partition=True, offload=True))
     begins = []
     for _ in range(3):
-        begins.append(found.keep())
-        timeline.run(Lane.DEVICE, 0.1, begins[-1])
+        begins.append(found.send())
+        timeline.run(Resource.DEVICE, 0.1, begins[-1])
     assert begins == [0.0, 0.0, 1.0], "two may be on their way; the third waits until the first has left"
-    assert timeline.free(Lane.DEVICE) == pytest.approx(1.1)
-    assert timeline.free(Lane.DOWN) == pytest.approx(3.0)
+    assert timeline.free(Resource.DEVICE) == pytest.approx(1.1)
+    assert timeline.free(Resource.PCIE_DOWN) == pytest.approx(3.0)
     takes = []
     for block in (2, 1, 0):
-        takes.append(found.take(block))
-        timeline.run(Lane.DEVICE, 1.0, takes[-1])
+        takes.append(found.bring_back(block))
+        timeline.run(Resource.DEVICE, 1.0, takes[-1])
     # The last has left at 3: up 3-5 and gathered 5-8, the one before 8-10 and 10-13. The first is asked for when the
     # second is, at 9 when the device is done with the last, and has its turn after it: 13-15 and 15-18.
     assert takes == pytest.approx([8.0, 13.0, 18.0])
-    spent = timeline.exposed(Span(3.0, 19.0), Lane.DEVICE, Lane.INSIDE, Lane.UP)
-    assert spent == pytest.approx({Lane.DEVICE: 3.0, Lane.INSIDE: 9.0, Lane.UP: 6 - 2.0})
+    spent = timeline.exposed(Interval(3.0, 19.0), Resource.DEVICE, Resource.NODE_LINKS, Resource.PCIE_UP)
+    assert spent == pytest.approx({Resource.DEVICE: 3.0, Resource.NODE_LINKS: 9.0, Resource.PCIE_UP: 6 - 2.0})
 
 
 def test_without_offload_the_host_is_not_asked_and_without_division_nobody_else_is() -> None:
     divided, timeline = Activations(partition=True), Timeline()
     found = checkpoints(timeline, divided)
-    assert [found.keep() for _ in range(3)] == [0.0, 0.0, 0.0]
-    assert [found.take(block) for block in (2, 1, 0)] == pytest.approx([3.0, 6.0, 9.0])
-    assert timeline.free(Lane.DOWN) == timeline.free(Lane.UP) == 0
+    assert [found.send() for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert [found.bring_back(block) for block in (2, 1, 0)] == pytest.approx([3.0, 6.0, 9.0])
+    assert timeline.free(Resource.PCIE_DOWN) == timeline.free(Resource.PCIE_UP) == 0
     whole, timeline = Activations(offload=True, prefetch=0), Timeline()
     found = checkpoints(timeline, whole)
-    assert [found.keep() for _ in range(3)] == [0.0, 0.0, 4.0]
-    assert [found.take(block) for block in (2, 1, 0)] == pytest.approx([12 + 8, 12 + 16, 12 + 24])
-    assert timeline.free(Lane.INSIDE) == 0
+    assert [found.send() for _ in range(3)] == [0.0, 0.0, 4.0]
+    assert [found.bring_back(block) for block in (2, 1, 0)] == pytest.approx([12 + 8, 12 + 16, 12 + 24])
+    assert timeline.free(Resource.NODE_LINKS) == 0
 
 
 WIDE = Transformer(layers=24, hidden=4096, heads=32, vocabulary=256, positions=1024)
@@ -77,7 +77,7 @@ def test_only_the_first_checkpoint_of_a_backward_is_waited_for(max_unit_bytes: i
         for kept in (None, Activations(partition=True), Activations(partition=True, offload=True))
     )
     gather, up = ring(H200, 8, 1).seconds(STREAM), STREAM / 8 / H200.pcie.up
-    assert divided.exposed_inside - plain.exposed_inside == pytest.approx(gather)
+    assert divided.exposed_node_links - plain.exposed_node_links == pytest.approx(gather)
     assert divided.total - plain.total == pytest.approx(gather)
     assert offloaded.total - plain.total == pytest.approx(gather + up)
     assert offloaded.exposed_pcie == pytest.approx(up)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.plan.known_values import MOST_ELEMENTS, KnownValues
-from zeroshard.plan.trace import trace
+from zeroshard.plan.tracer import trace
 from zeroshard.system import compat
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -16,12 +16,12 @@ from tests.ranks import on_ranks
 from tests.storages import live_storages
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
-from zeroshard.plan.activations import Activations
+from zeroshard.plan.activations import ActivationBytes
 from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.models import from_config
+from zeroshard.plan.module_trace import ModuleTrace
 from zeroshard.plan.shape import Setup
-from zeroshard.plan.traced import Traced
 from zeroshard.plan.units import module_units
 from zeroshard.plan.volume import volume
 from zeroshard.train.gpt import GPT
@@ -129,7 +129,7 @@ def test_volume_of_any_module_with_frozen_parameters_and_sizes_that_divide_nothi
     model = net(depth=3)
     model.blocks[1].requires_grad_(False)
     units = module_units(model, 2, 1 << 30)
-    traced = Traced("net", units, 0, Activations(0, (0,) * 4, 0, (0,) * 4, (0,) * 4))
+    traced = ModuleTrace("net", units, 0, ActivationBytes(0, (0,) * 4, 0, (0,) * 4, (0,) * 4))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(trained), stage=stage, precision="bf16")
     for number in range(3):

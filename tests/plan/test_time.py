@@ -12,11 +12,11 @@ import torch
 from zeroshard.config.offload import Offload
 from zeroshard.plan import time
 from zeroshard.plan.budget import budget
+from zeroshard.plan.collective_time import ring
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load
-from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import Bottleneck, StepTime, step_time
-from zeroshard.plan.timeline import Lane, Span, Timeline
+from zeroshard.plan.timeline import Interval, Resource, Timeline
 from zeroshard.plan.unit_costs import LOSS_BYTES, UnitCosts
 from zeroshard.plan.units import transformer_units
 
@@ -60,7 +60,14 @@ def times(machine: Machine = ETHERNET, model: Transformer = GPT, **options: Any)
 
 def test_the_parts_add_up() -> None:
     step = times(model_parallel=2, offload=Offload())
-    parts = (step.compute, step.launching, step.update, step.exposed_inside, step.exposed_between, step.exposed_pcie)
+    parts = (
+        step.compute,
+        step.launching,
+        step.update,
+        step.exposed_node_links,
+        step.exposed_network,
+        step.exposed_pcie,
+    )
     assert step.total == pytest.approx(sum(parts))
     assert min(parts) >= 0
 
@@ -78,7 +85,7 @@ def test_stage_0_hides_its_all_reduce_behind_backward_alone() -> None:
 def test_stage_3_is_bound_by_half_as_much_again_on_a_slow_link() -> None:
     slow = replace(ETHERNET, between=Link(latency=1e-6, bandwidth=1e9))
     assert times(slow, stage=3).total / times(slow, stage=2).total == pytest.approx(1.5, rel=0.06)
-    assert times(slow, stage=3).bottleneck is Bottleneck.BETWEEN
+    assert times(slow, stage=3).bottleneck is Bottleneck.NETWORK
 
 
 def test_more_prefetch_never_costs_time() -> None:
@@ -135,15 +142,15 @@ def test_tensor_parallelism_across_nodes_is_what_limits_it() -> None:
     wide = replace(GPT, hidden=8192, heads=64)
     inside = times(v100, wide, world=1, model_parallel=16)
     across = times(v100, wide, world=1, model_parallel=32)
-    assert inside.exposed_between == 0 < inside.exposed_inside
-    assert across.exposed_between > 2 * inside.exposed_inside
+    assert inside.exposed_network == 0 < inside.exposed_node_links
+    assert across.exposed_network > 2 * inside.exposed_node_links
 
 
 def test_groups_of_one_node_share_what_it_sends() -> None:
     alone, shared = ring(H200, 64, 1), ring(H200, 8, 8)
-    assert alone.lane is shared.lane is Lane.BETWEEN
+    assert alone.resource is shared.resource is Resource.NETWORK
     assert shared.bandwidth == pytest.approx(H200.between.bandwidth / 8)
-    assert ring(H200, 8, 1).lane is Lane.INSIDE
+    assert ring(H200, 8, 1).resource is Resource.NODE_LINKS
     assert ring(H200, 1, 8).seconds(1e9) == 0
 
 
@@ -155,10 +162,13 @@ def test_a_world_of_thousands_is_laid_out_at_once() -> None:
 
 def test_exposed_time_is_what_no_lane_before_covers() -> None:
     timeline = Timeline()
-    timeline.run(Lane.INSIDE, 3.0)
-    timeline.run(Lane.DEVICE, 1.0, 1.0)
-    timeline.run(Lane.DEVICE, 1.0, 4.0)
-    assert timeline.exposed(Span(0.5, 5.0), Lane.DEVICE, Lane.INSIDE) == {Lane.DEVICE: 2.0, Lane.INSIDE: 1.5}
+    timeline.run(Resource.NODE_LINKS, 3.0)
+    timeline.run(Resource.DEVICE, 1.0, 1.0)
+    timeline.run(Resource.DEVICE, 1.0, 4.0)
+    assert timeline.exposed(Interval(0.5, 5.0), Resource.DEVICE, Resource.NODE_LINKS) == {
+        Resource.DEVICE: 2.0,
+        Resource.NODE_LINKS: 1.5,
+    }
 
 
 LAUNCHED = replace(H200, launch=Launch(forward=1e-3, backward=2e-3, recompute=3e-3, communicate=1e-4, step=5e-3))

@@ -102,11 +102,11 @@ def pass_through(device: torch.device, dtype: torch.dtype, size: Size) -> Pass:
     def work() -> None:
         torch.autograd.grad(blocks(tokens), wanted, gradient)
 
-    seconds = settled_seconds_of(graphed(work), device) if cuda else seconds_of(work, device)
+    seconds = settled_seconds_of(as_cuda_graph(work), device) if cuda else seconds_of(work, device)
     return Pass(size, depth, sequence, seconds)
 
 
-def graphed(work: Callable[[], object]) -> Callable[[], object]:
+def as_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
     """The same as one CUDA graph: what the device takes, without what it takes to launch kernel by kernel."""
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from ..plan.machine_profile import DEVICE_UPDATE_BYTES, Machine, load
 from ..system import machine as facts
 from .block_speed import CPU_SIZES, GPU_SIZES, OTHER_PRECISION_SIZES, fit, pass_through, product_rate
-from .host_update import BYTES as UPDATE_BYTES
-from .host_update import HostUpdate, Repeated
-from .launching import launch_seconds
+from .launch_time import launch_seconds
 from .stopwatch import seconds_of, settled_seconds_of
+from .update_probe import BYTES as UPDATE_BYTES
+from .update_probe import BusyHost, UpdateProbe
 
 HOST_PARAMETERS = 48 << 20
 """Updated at a time, 0.7 GB of states: more than a cache holds."""
@@ -63,11 +63,11 @@ def calibrate(device: torch.device | None = None) -> Calibration:
     base = replace(base, name="this machine", title=facts.device_title(device), devices_per_node=_local_ranks(device))
     found: dict[str, float] = {}
     found |= _measure_device(device, base, known)
-    with HostUpdate(device, HOST_PARAMETERS) as update:
-        crowd = Repeated(update)
+    with UpdateProbe(device, HOST_PARAMETERS) as update:
+        busy_host = BusyHost(update)
         if device.type == "cuda" and not _several():  # among others it would be their collectives that are timed
-            found |= launch_seconds(device, crowd)
-        found |= _measure_host(update, crowd)
+            found |= launch_seconds(device, busy_host)
+        found |= _measure_host(update, busy_host)
     found |= _measure_copies(device)
     found |= _measure_links(device)
     shared = _of_first_rank((found, time.perf_counter() - begin), device)
@@ -134,14 +134,14 @@ def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
     return seconds_of(update, device)
 
 
-def _measure_host(update: HostUpdate, crowd: Repeated) -> dict[str, float]:
+def _measure_host(update: UpdateProbe, busy_host: BusyHost) -> dict[str, float]:
     """Through the kernel that updates; all ranks of a node at once, and beside a device's thread if there is one."""
     cpu = torch.device("cpu")
     if _several():
         dist.barrier()
         seconds = settled_seconds_of(update.run, cpu)
     else:
-        seconds = statistics.median(crowd.taken) if crowd.taken else seconds_of(update.run, cpu)
+        seconds = statistics.median(busy_host.taken) if busy_host.taken else seconds_of(update.run, cpu)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
         "host.bandwidth": ranks * HOST_PARAMETERS * UPDATE_BYTES / seconds,

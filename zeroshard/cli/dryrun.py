@@ -21,7 +21,7 @@ from ..plan.dryrun import DryRun, dry_run
 from ..plan.formulas import HostPart, paper_memory, paper_volume, ranks_that_update, total_bytes
 from ..plan.models import from_config
 from ..plan.module import gathering
-from ..plan.placed import host_share, place
+from ..plan.rank_units import host_share, place
 from ..plan.shape import Setup
 from ..plan.units import transformer_units
 from ..plan.volume import Volume, volume

@@ -22,9 +22,9 @@ from ..plan.hardware import MOST, Hardware, find_hardware
 from ..plan.machine_profile import calibrated_file
 from ..plan.models import Subject, find_model
 from ..plan.module import gathering
+from ..plan.module_trace import ModuleTrace
 from ..plan.scale import cost, doubling, scale
 from ..plan.shape import Setup
-from ..plan.traced import Traced
 from ..system import machine
 
 HELP = "say what fits and how fast it is, for every stage and offload, before anything is started"
@@ -260,7 +260,7 @@ def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict
         asked = "--tokens" if arguments.tokens is not None else "--scale"
         raise ValueError(f"{asked} needs a predicted time: give --machine NAME, or measure this one with --calibrate")
     if arguments.tokens is not None:
-        if isinstance(row.model, Traced) and not row.model.tokens_known:
+        if isinstance(row.model, ModuleTrace) and not row.model.tokens_known:
             raise ValueError(
                 f"--tokens: how many a step takes is not known of {row.model.name}, whose inputs are no token ids; if "
                 "they are sequences of something, let the function take a parameter called sequence and make them of it"
@@ -281,7 +281,7 @@ def _scaled(row: Row, first: int, last: int) -> list[dict[str, Any]]:
     machine = row.hardware.grown(row.hardware.gpus).machine
     assert row.work is not None
     assert machine is not None
-    unit = "samples" if isinstance(row.model, Traced) and not row.model.tokens_known else "tokens"
+    unit = "samples" if isinstance(row.model, ModuleTrace) and not row.model.tokens_known else "tokens"
     found = []
     for point in scale(row.work, row.setup, machine, doubling(first, last)):
         setup = replace(row.setup, world=point.devices // row.setup.model_parallel)

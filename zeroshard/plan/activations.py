@@ -30,7 +30,7 @@ def paper_activations(model: Transformer, setup: Setup, *, divided: bool = False
 
 
 @dataclass(frozen=True)
-class Activations:
+class ActivationBytes:
     """Bytes alive beside model states in one micro-batch. Tuples go by block: the root's entry, then each block's."""
 
     saved: int
@@ -52,7 +52,7 @@ class Activations:
 class CheckpointShape(NamedTuple):
     """Elements of one block's checkpoint."""
 
-    held: int
+    stored: int
     """What a rank keeps of it, at most."""
     gathered: int
     """What model-parallel ranks gather to have it again (P_a), padding included."""
@@ -65,7 +65,7 @@ def checkpoint_shape(model: Transformer, setup: Setup) -> CheckpointShape:
     >>> gpt = Transformer(layers=2, hidden=64, heads=4, vocabulary=256)
     >>> setup = Setup(stage=2, model_parallel=4, sequence=15, activations=Activations(partition=True))
     >>> checkpoint_shape(gpt, setup)
-    CheckpointShape(held=256, gathered=1024)
+    CheckpointShape(stored=256, gathered=1024)
     """
     whole, kept = setup.batch * setup.sequence * model.hidden, setup.activations
     ranks = setup.model_parallel if kept is not None and kept.partition else 1
@@ -73,7 +73,7 @@ def checkpoint_shape(model: Transformer, setup: Setup) -> CheckpointShape:
     return CheckpointShape(min(part, whole), ranks * part if ranks > 1 else 0)
 
 
-def transformer_activations(model: Transformer, setup: Setup) -> Activations:
+def transformer_activations(model: Transformer, setup: Setup) -> ActivationBytes:
     """Those of one micro-batch on one rank."""
     width, ranks = setup.width, setup.model_parallel
     tokens = setup.batch * setup.sequence
@@ -96,17 +96,17 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
         attention += tokens * (model.normed_width * (4 + width) + 4 * heads) / ranks
     # Queries, keys, values and result; norms and what they give to the next matrix; of the MLP what its activation
     # takes and gives, and where it is gated also the gate's partner and their product.
-    block = int(attention + copies + row_sums + masks + 2 * (norm_input + norm + stream) + activation.kept * mlp)
+    block = int(attention + copies + row_sums + masks + 2 * (norm_input + norm + stream) + activation.saved * mlp)
     if habits.one_input:
         block -= norm_input
     checkpoint = stream if setup.checkpointing else block
     recomputed = block - norm_input if setup.checkpointing else 0  # its input is the checkpoint
-    passing = int(2 * stream + activation.passing * mlp) if setup.checkpointing else 2 * stream
+    passing = int(2 * stream + activation.forward_peak * mlp) if setup.checkpointing else 2 * stream
     kept, host = setup.activations, 0
     if setup.checkpointing and kept is not None and (kept.partition or kept.offload):
         recomputed += (1 + kept.prefetch) * stream  # brought back whole: the block's own, and those ahead
         passing += ON_THEIR_WAY * stream if kept.offload else 0
-        part = width * checkpoint_shape(model, setup).held
+        part = width * checkpoint_shape(model, setup).stored
         checkpoint, host = (0, model.layers * aligned(part)) if kept.offload else (part, 0)
 
     # Head and loss: the last norm, and the softmax in fp32.
@@ -116,13 +116,13 @@ def transformer_activations(model: Transformer, setup: Setup) -> Activations:
     held_head = table if model.tied else 0  # autograd sums the gradients of a tied table before anyone sees them
     first = tokens * model.hidden if habits.embedding_dropout else 0  # its mask
     below = [first + number * checkpoint for number in range(model.layers + 1)]
-    return Activations(
+    return ActivationBytes(
         saved=int(below[-1] + ending + 4 * logits),
         forward=(2 * stream, *(size + passing for size in below[1:])),
         loss=int(below[-1] + ending + loss * logits),
         backward=(
             max(stream + 2 * table, 3 * table) if model.tied else stream + table,  # a tied table's two, and their sum
-            *(int(size + recomputed + stream + activation.beside * mlp + held_head) for size in below[1:]),
+            *(int(size + recomputed + stream + activation.backward_extra * mlp + held_head) for size in below[1:]),
         ),
         after_backward=(
             0,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from ..offload.host_buffers import HostBytes
 from .activations import transformer_activations
 from .device_memory import DeviceMemory, Phase
+from .module_trace import Model, ModuleTrace, units_of
 from .rank_memory import RankMemory
 from .shape import Setup
-from .traced import Model, Traced, units_of
 
 WORKSPACE = 64 << 20
 """Of the library that multiplies matrices on a GPU: forward and backward run on threads that have one each."""
@@ -41,8 +41,8 @@ def budget(model: Model, setup: Setup, workspace: int = WORKSPACE) -> Budget:
     >>> round(needs.at_step.model_states / gpt.parameters, 2), needs.phase.value
     (2.22, 'loss')
     """
-    activations = model.activations if isinstance(model, Traced) else transformer_activations(model, setup)
-    buffers = model.buffers if isinstance(model, Traced) else 0
+    activations = model.activations if isinstance(model, ModuleTrace) else transformer_activations(model, setup)
+    buffers = model.buffers if isinstance(model, ModuleTrace) else 0
     rank = RankMemory(setup, units_of(model, setup), activations, buffers, workspace)
     phase, beside = max(rank.moments(), key=lambda moment: sum(moment[1].values()))
     return Budget(rank.at_step, rank.between_steps, rank.rest.with_more(beside), phase, rank.host, activations.host)

@@ -9,21 +9,21 @@ this rank's part from the host, and then all parts from the ranks that share the
 from __future__ import annotations
 
 from ..config.bounds import ON_THEIR_WAY
+from .collective_time import CollectiveRing
 from .machine_profile import Machine
-from .ring import Ring
 from .shape import Setup, Transformer, Work
-from .timeline import Lane, Timeline
+from .timeline import Resource, Timeline
 
 
 class CheckpointTime:
     """The checkpoints of one micro-batch after another. Blocks count from 0."""
 
     def __init__(
-        self, model: Transformer | Work, setup: Setup, machine: Machine, ring: Ring, timeline: Timeline
+        self, model: Transformer | Work, setup: Setup, machine: Machine, ring: CollectiveRing, timeline: Timeline
     ) -> None:
         kept = setup.activations
         assert kept is not None
-        self._timeline, self._lane = timeline, ring.lane
+        self._timeline, self._links = timeline, ring.resource
         if isinstance(model, Transformer):
             size: float = setup.batch * setup.sequence * model.hidden * setup.width
         else:
@@ -38,31 +38,31 @@ class CheckpointTime:
         self._left: list[float] = []
         self._there: dict[int, float] = {}
 
-    def keep(self) -> float:
+    def send(self) -> float:
         """As the forward of the next block begins: returns when it may."""
         if not self._down:
             return 0.0
-        self._left.append(self._run(Lane.DOWN, self._down, self._timeline.free(Lane.DEVICE)))
+        self._left.append(self._run(Resource.PCIE_DOWN, self._down, self._timeline.free(Resource.DEVICE)))
         return self._left[-1 - ON_THEIR_WAY] if len(self._left) > ON_THEIR_WAY else 0.0
 
-    def take(self, block: int) -> float:
+    def bring_back(self, block: int) -> float:
         """As the recomputation of a block begins: returns when it may."""
-        now = max(self._timeline.free(Lane.DEVICE), *self._left, 0.0)
+        now = max(self._timeline.free(Resource.DEVICE), *self._left, 0.0)
         self._left.clear()
         for wanted in range(block, max(-1, block - 1 - self._prefetch), -1):
             if wanted not in self._there:
-                here = self._run(Lane.UP, self._up, now)
-                self._there[wanted] = self._run(self._lane, self._gather, here)
+                here = self._run(Resource.PCIE_UP, self._up, now)
+                self._there[wanted] = self._run(self._links, self._gather, here)
         return self._there.pop(block)
 
-    def _run(self, lane: Lane, seconds: float, after: float) -> float:
+    def _run(self, resource: Resource, seconds: float, after: float) -> float:
         if seconds:
-            self._stream = self._timeline.run(lane, seconds, after, self._stream)
+            self._stream = self._timeline.run(resource, seconds, after, self._stream)
         return max(after, self._stream)
 
 
 def checkpoint_time(
-    model: Transformer | Work, setup: Setup, machine: Machine, ring: Ring, timeline: Timeline
+    model: Transformer | Work, setup: Setup, machine: Machine, ring: CollectiveRing, timeline: Timeline
 ) -> CheckpointTime | None:
     """None where checkpoints stay where they are."""
     kept = setup.activations

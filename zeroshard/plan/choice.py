@@ -14,9 +14,9 @@ from ..config.options import STAGE_3_ONLY, Activations
 from .budget import WORKSPACE, Budget, budget
 from .hardware import Hardware
 from .models import Subject
+from .module_trace import Model, ModuleTrace
 from .shape import Setup, Transformer, Work
 from .time import StepTime, step_time
-from .traced import Model, Traced
 from .volume import Volume, volume
 
 LARGEST_BATCH = 1 << 20
@@ -122,7 +122,7 @@ def plan(subject: Subject, setup: Setup, hardware: Hardware, batch: int | Litera
 
 def _row(variant: Variant, subject: Subject, setup: Setup, hardware: Hardware) -> Row:
     model = subject.model(setup)
-    if isinstance(model, Traced):  # which shows whether blocks are recomputed
+    if isinstance(model, ModuleTrace):  # which shows whether blocks are recomputed
         setup = replace(setup, checkpointing=model.recomputes)
     return Row(variant, model, setup, hardware)
 

@@ -149,7 +149,7 @@ def _on_device(
         _train(model, stepper, loss)
         torch.cuda.synchronize()
     peak, rest = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-    with _AtPeak(runtime_of(model), lambda: torch.cuda.memory_allocated() - before, peak) as seen:
+    with _PeakWatch(runtime_of(model), lambda: torch.cuda.memory_allocated() - before, peak) as seen:
         _train(model, stepper, loss)
     return _report(model, peak, rest, seen.memory, real=True)
 
@@ -176,7 +176,7 @@ def _without_values(
             if checkpoints is not None and checkpoints.store.host is not None:
                 live.ignore([slot.memory for slot in checkpoints.store.host.slots])
         peak, rest = live.peak, live.now()
-        with _AtPeak(runtime, live.now, peak) as seen:
+        with _PeakWatch(runtime, live.now, peak) as seen:
             _train(model, stepper, loss)
         return _report(model, peak, rest, seen.memory, real=False)
 
@@ -209,7 +209,7 @@ def _report(model: nn.Module, peak: int, at_rest: int, at_peak: Memory, *, real:
     )
 
 
-class _AtPeak(compat.OperationWatch):
+class _PeakWatch(compat.OperationWatch):
     """Looks at memory by kind the first time that it is as much as it ever was."""
 
     def __init__(self, runtime: Runtime, now: Callable[[], int], peak: int) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from ..config.checks import nearest
-from ..config.options import Activations as Recomputed
+from ..config.options import Activations
 from .known_values import KnownValues
+from .module_trace import ModuleTrace
 from .shape import ModelError, Setup
-from .trace import samples_of, tokens_of, trace
-from .traced import Traced
+from .tracer import samples_of, tokens_of, trace
 
 
 class Factory:
@@ -55,9 +55,9 @@ class Factory:
         self._inputs: Any = None
 
     @lru_cache(maxsize=64)  # noqa: B019 - one lives as long as the command
-    def traced(
-        self, precision: str, batch: int, sequence: int, max_unit_bytes: int, recomputed: Recomputed | None = None
-    ) -> Traced:
+    def trace(
+        self, precision: str, batch: int, sequence: int, max_unit_bytes: int, activations: Activations | None = None
+    ) -> ModuleTrace:
         """Builds the module on the meta device and traces a forward and backward."""
         model, inputs, values = self._build(batch, sequence)
         self._inputs = inputs
@@ -71,7 +71,7 @@ class Factory:
                 max_unit_bytes,
                 name=self.source,
                 values=values,
-                recomputed=recomputed,
+                activations=activations,
             )
         except (Exception, SystemExit) as error:
             remedy = "return inputs that it takes, and "
@@ -115,8 +115,8 @@ class Factory:
         """
         where = f"--model {self.source}"
         if setup.checkpointing and setup.activations is None:
-            setup = replace(setup, activations=Recomputed())
-        traced = self.traced(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations)
+            setup = replace(setup, activations=Activations())
+        traced = self.trace(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations)
         if setup.checkpointing and len(traced.units) == 1:
             option = "activation-offload" if "activation-offload" in given else "checkpointing"
             raise ModelError(

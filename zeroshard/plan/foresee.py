@@ -24,9 +24,9 @@ from ..system.sizes import size_text
 from .choice import Row, Variant, recommend, shard_options, variants
 from .device_memory import KINDS, DeviceMemory
 from .hardware import Hardware, profile_of
-from .memory import STATES_SHARE
-from .module import has_kernel, known, setup_of
-from .trace import tokens_of
+from .model_states import STATES_SHARE
+from .module import examine, has_kernel, setup_of
+from .tracer import tokens_of
 
 SUGGESTED = 3
 """Settings that are named, at most, where what was asked for does not fit."""
@@ -85,7 +85,7 @@ class Foresight:
     ) -> None:
         self.config, self.shards, self.room = config, shards, room
         self._setup = setup_of(model, optimizer, config, shards)
-        self._model, self._shape, self.activations = known(model, config, self._setup)
+        self._model, self._shape, self.activations = examine(model, config, self._setup)
         if self.counts_activations:
             kept = config.activations
             self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=kept)

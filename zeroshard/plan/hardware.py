@@ -43,7 +43,7 @@ class Hardware:
     """Whether that profile was taken for its memory's size alone."""
     on_cpu: bool = False
     """Ranks compute in host memory, so that there is nothing to offload."""
-    taken: float = CONTEXT
+    reserved: float = CONTEXT
     """Bytes of a device that are not to be had; 0 where its memory is what was seen to be free."""
     node_size: int = 0
     """Devices that a whole node has; 0 where that is what is there."""
@@ -64,7 +64,7 @@ class Hardware:
         """What a rank's peak may be."""
         if self.on_cpu:
             return self.device_memory
-        return max(0.0, self.device_memory * (1 - FRAGMENTS) - self.taken)
+        return max(0.0, self.device_memory * (1 - FRAGMENTS) - self.reserved)
 
     @property
     def host_memory_per_rank(self) -> float:

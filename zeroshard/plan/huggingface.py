@@ -20,21 +20,21 @@ MOST = 1 << 31
 
 REMEDY = "Any other is planned from a function that builds it: --model module:factory"
 
-ONE_KERNEL, FROM_ITS_RESULT = Activation(), Activation(kept=1, beside=2)
-TANH_BY_HAND = Activation(kept=5, passing=4, beside=2, written=8)
+ONE_KERNEL, FROM_ITS_RESULT = Activation(), Activation(saved=1, backward_extra=2)
+TANH_BY_HAND = Activation(saved=5, forward_peak=4, backward_extra=2, written=8)
 ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(("gelu", "gelu_pytorch_tanh", "silu", "swish", "mish", "hardswish", "leaky_relu"), ONE_KERNEL),
     **dict.fromkeys(("relu", "tanh", "sigmoid"), FROM_ITS_RESULT),
     **dict.fromkeys(("gelu_new", "gelu_accurate", "gelu_python_tanh"), TANH_BY_HAND),
-    "gelu_fast": Activation(kept=8, passing=5, beside=2, written=9),
-    "gelu_python": Activation(kept=4, passing=4, beside=4, written=5),
-    "quick_gelu": Activation(kept=3, passing=3, beside=2, written=3),
-    "relu2": Activation(kept=2, passing=3, beside=3, written=2),
+    "gelu_fast": Activation(saved=8, forward_peak=5, backward_extra=2, written=9),
+    "gelu_python": Activation(saved=4, forward_peak=4, backward_extra=4, written=5),
+    "quick_gelu": Activation(saved=3, forward_peak=3, backward_extra=2, written=3),
+    "relu2": Activation(saved=2, forward_peak=3, backward_extra=3, written=2),
 }
 """How transformers writes those that its configurations name."""
 
 
-class Reader:
+class ConfigReader:
     """Reads values from a configuration, and names those that are missing or cannot be."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -90,20 +90,20 @@ class Reader:
             self.wrong.append(f"{key} {found} must divide the {heads} heads that share them")
         return found
 
-    def same(self, key: str, other: str, why: str) -> None:
+    def check_equal(self, key: str, other: str, why: str) -> None:
         """Refuses a configuration where two sizes differ."""
         value, expected = self.optional(key), self.optional(other)
         if value is not None and value != expected:
             self.wrong.append(f"{key} {value} differs from {other} {expected}: {why}")
 
     @property
-    def told(self) -> str:
+    def problems(self) -> str:
         """What is wrong, or nothing."""
         needs = [f"needs {', '.join(dict.fromkeys(self.missing))}"] if self.missing else []
         return "; ".join([*needs, *self.wrong])
 
 
-def _gpt2(read: Reader) -> Transformer:
+def _gpt2(read: ConfigReader) -> Transformer:
     return Transformer(
         layers=read("n_layer", MOST_LAYERS),
         hidden=read("n_embd"),
@@ -121,7 +121,7 @@ def _gpt2(read: Reader) -> Transformer:
     )
 
 
-def _llama(read: Reader) -> Transformer:
+def _llama(read: ConfigReader) -> Transformer:
     heads = read("num_attention_heads")
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
@@ -138,11 +138,11 @@ def _llama(read: Reader) -> Transformer:
     )
 
 
-def _qwen3(read: Reader) -> Transformer:
+def _qwen3(read: ConfigReader) -> Transformer:
     return replace(_llama(read), head_norms=True)
 
 
-def _qwen(read: Reader) -> Transformer:
+def _qwen(read: ConfigReader) -> Transformer:
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
         hidden=read("hidden_size"),
@@ -155,7 +155,7 @@ def _qwen(read: Reader) -> Transformer:
     )
 
 
-def _gpt_neox(read: Reader) -> Transformer:
+def _gpt_neox(read: ConfigReader) -> Transformer:
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
         hidden=read("hidden_size"),
@@ -174,8 +174,8 @@ def _gpt_neox(read: Reader) -> Transformer:
     )
 
 
-def _opt(read: Reader) -> Transformer:
-    read.same("word_embed_proj_dim", "hidden_size", f"projections around the blocks are not counted. {REMEDY}")
+def _opt(read: ConfigReader) -> Transformer:
+    read.check_equal("word_embed_proj_dim", "hidden_size", f"projections around the blocks are not counted. {REMEDY}")
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
         hidden=read("hidden_size"),
@@ -190,7 +190,7 @@ def _opt(read: Reader) -> Transformer:
     )
 
 
-HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
+HUGGINGFACE: Mapping[str, Callable[[ConfigReader], Transformer]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "llama": _llama,
@@ -203,7 +203,7 @@ HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
 """How the configuration of each model type is read."""
 
 
-class Described(NamedTuple):
+class Architecture(NamedTuple):
     """What a configuration says."""
 
     transformer: Transformer
@@ -211,15 +211,15 @@ class Described(NamedTuple):
     """The longest sequence it takes, if that is limited."""
 
 
-def described(kind: str, read: Reader) -> Described:
-    """The shape of a known model type; what is wrong with it is in ``read.told``."""
+def architecture(kind: str, read: ConfigReader) -> Architecture:
+    """The shape of a known model type; what is wrong with it is in ``read.problems``."""
     model = HUGGINGFACE[kind](read)
     if not read.missing and model.head_width is None and model.hidden % model.heads:
         read.wrong.append(f"{model.heads} heads do not divide a hidden size of {model.hidden}")
-    return Described(model, read.optional("n_positions") or read.optional("max_position_embeddings"))
+    return Architecture(model, read.optional("n_positions") or read.optional("max_position_embeddings"))
 
 
-def read_config(file: Path) -> Described:
+def read_config(file: Path) -> Architecture:
     """A model from its ``config.json``."""
     try:
         values = json.loads(file.read_text())
@@ -236,11 +236,11 @@ def read_config(file: Path) -> Described:
             f"--model {file}: model_type {kind!r} is not known{nearest(kind, list(HUGGINGFACE))}; known: "
             f"{', '.join(HUGGINGFACE)}. {REMEDY}"
         )
-    read = Reader(values)
-    found = described(kind, read)
-    if read.told:
-        raise ModelError(f"--model {file}: model_type {kind!r} {read.told}")
-    return Described(replace(found.transformer, name=_name(file, values)), found.longest)
+    read = ConfigReader(values)
+    found = architecture(kind, read)
+    if read.problems:
+        raise ModelError(f"--model {file}: model_type {kind!r} {read.problems}")
+    return Architecture(replace(found.transformer, name=_name(file, values)), found.longest)
 
 
 def _name(file: Path, values: Mapping[str, Any]) -> str:

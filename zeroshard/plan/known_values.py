@@ -82,14 +82,14 @@ class KnownValues(compat.OperationMode):
             self.forget(tensors_in((args, kwargs)))
             return
         for empty, value in zip(tensors_in(result), tensors_in(found), strict=True):
-            self._hold(empty, value)
+            self._remember(empty, value)
 
     def _on_meta(self, value: Tensor) -> Tensor:
         empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-        self._hold(empty, value)
+        self._remember(empty, value)
         return empty
 
-    def _hold(self, empty: Tensor, value: Tensor) -> None:
+    def _remember(self, empty: Tensor, value: Tensor) -> None:
         key, storage = compat.storage_key(empty), empty.untyped_storage()
         if empty.device != META or key in self._storages:  # a view, or written in place: computed where it lies
             return

@@ -11,11 +11,11 @@ from torch import nn
 
 from ..config.checks import nearest
 from ..config.job import JobError, ModelConfig, load_job, presets
-from ..config.options import Activations as Recomputed
+from ..config.options import Activations
 from .factory import Factory
-from .huggingface import HUGGINGFACE, Reader, described, read_config
+from .huggingface import HUGGINGFACE, ConfigReader, architecture, read_config
+from .module_trace import ModuleTrace
 from .shape import MOST_LAYERS, ModelError, Setup, Transformer
-from .traced import Traced
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,18 @@ class Subject:
     """The longest sequence it takes, if that is limited."""
     checkpointing: bool = True
     model_parallel: int = 1
-    activations: Recomputed | None = None
+    activations: Activations | None = None
     shard: Mapping[str, object] = field(default_factory=dict)
     """Options of ``shard()`` as a configuration has them."""
     preset: str | None = None
     """What ``zeroshard train`` calls it."""
 
-    def model(self, setup: Setup) -> Transformer | Traced:
+    def model(self, setup: Setup) -> Transformer | ModuleTrace:
         """It as the plan takes it; a module is traced once for each batch, sequence and precision."""
         if self.transformer is not None:
             return self.transformer
         assert self.factory is not None
-        return self.factory.traced(
-            setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations
-        )
+        return self.factory.trace(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations)
 
 
 def find_model(source: str) -> Subject:
@@ -80,7 +78,7 @@ def find_model(source: str) -> Subject:
         longest=job.model.sequence,
         checkpointing=job.model.checkpointing or job.shard.get("activations") is not None,
         model_parallel=job.train.tensor_parallel,
-        activations=Recomputed.parse(job.shard.get("activations")),
+        activations=Activations.parse(job.shard.get("activations")),
         shard=job.shard,
         preset=source,
     )
@@ -122,9 +120,9 @@ def describe(module: nn.Module) -> Transformer | None:
     if isinstance(config, ModelConfig):
         found = from_config(config)
     elif hasattr(config, "to_dict") and getattr(config, "model_type", None) in HUGGINGFACE:
-        read = Reader(config.to_dict())
-        found = described(config.model_type, read).transformer
-        found = None if read.told else found
+        read = ConfigReader(config.to_dict())
+        found = architecture(config.model_type, read).transformer
+        found = None if read.problems else found
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     if found is None or not found.layers or abs(trained - found.parameters) > TOLERANCE * found.parameters:
         return None

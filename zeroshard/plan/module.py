@@ -14,12 +14,12 @@ from ..config.checks import DTYPES
 from ..config.layout import ROOT, ROOT_TITLE
 from ..config.options import Config
 from ..offload.rules import check_has_kernel
-from .activations import Activations
-from .memory import state_tensors
+from .activations import ActivationBytes
+from .model_states import state_tensors
 from .models import describe
+from .module_trace import ModuleTrace
 from .shape import Setup, Transformer
-from .trace import tokens_of, trace
-from .traced import Traced
+from .tracer import tokens_of, trace
 from .units import buffer_bytes, module_units
 
 
@@ -54,13 +54,13 @@ def gathering(config: Config) -> dict[str, Any]:
     }
 
 
-def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Transformer | None, str | None]:
+def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[ModuleTrace, Transformer | None, str | None]:
     """The module as the plan takes it, its kind where times can be foreseen, and why activations are not known."""
     width = None if config.precision.parameters is None else setup.width
     units = module_units(model, width, config.max_unit_bytes, config.units)
     buffers = buffer_bytes(model)
     nothing = (0,) * len(units)
-    plain = Traced(type(model).__name__, units, buffers, Activations(0, nothing, 0, nothing, nothing))
+    plain = ModuleTrace(type(model).__name__, units, buffers, ActivationBytes(0, nothing, 0, nothing, nothing))
     if config.example is None:
         return plain, None, "which depend on the batch (pass example=, one micro-batch, to count them too)"
     if mesh_of(model) is not None:
@@ -73,7 +73,7 @@ def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Trans
     try:
         inputs, limit = _inputs(config.example), config.max_unit_bytes
         with torch.random.fork_rng(devices=[]):  # as if it had not been
-            traced = trace(_on_meta(model), inputs, setup.precision, 1, 1, limit, chosen=config.units, recomputed=kept)
+            traced = trace(_on_meta(model), inputs, setup.precision, 1, 1, limit, chosen=config.units, activations=kept)
     except Exception as error:  # whatever a forward may raise on a device without values
         lines = str(error).strip().splitlines()
         told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

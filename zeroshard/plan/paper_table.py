@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .paper import Claim, Kind, mean_error, table
+from .paper_claims import Kind, PaperClaim, mean_error, table
 
 FAR = 0.25
 """An error above this is pointed at."""
@@ -53,13 +53,13 @@ def _empty(title: str) -> Table:
     return shown
 
 
-def _verdict(claim: Claim) -> str:
+def _verdict(claim: PaperClaim) -> str:
     if claim.kind is Kind.REACHED:
         return "reached" if claim.error == 0 else "missed"
     return f"{claim.error:+.0%}"
 
 
-def _columns(row: list[Claim]) -> tuple[str, str]:
+def _columns(row: list[PaperClaim]) -> tuple[str, str]:
     """What is printed, and ours."""
     pairs = ([claim.printed for claim in row], [claim.ours for claim in row])
     printed, ours = (" / ".join(_short(value) for value in values) for values in pairs)
@@ -70,7 +70,7 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def summary(claims: list[Claim]) -> str:
+def summary(claims: list[PaperClaim]) -> str:
     """The mean error, what was fitted, and what is off and why."""
     measured = [claim for claim in claims if claim.kind is Kind.MEASURED]
     far = [claim for claim in measured if abs(claim.error) > FAR]

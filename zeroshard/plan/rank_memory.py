@@ -19,9 +19,9 @@ from ..config.table import Extent, state_table
 from ..offload.host_buffers import HostBytes, bytes_of, wanted
 from ..offload.pinned import aligned
 from ..offload.pipeline import HIGH_HALVES, LANDING, RING
-from .activations import Activations
+from .activations import ActivationBytes
 from .device_memory import DeviceMemory, Phase
-from .placed import FP32, PlacedFlat, PlacedUnit, place
+from .rank_units import FP32, RankFlat, RankUnit, place
 from .shape import Setup
 from .units import UnitShape
 
@@ -34,19 +34,19 @@ class RankMemory:
     """One rank's memory, moment by moment."""
 
     def __init__(
-        self, setup: Setup, units: Sequence[UnitShape], activations: Activations, buffers: int, workspace: int
+        self, setup: Setup, units: Sequence[UnitShape], activations: ActivationBytes, buffers: int, workspace: int
     ) -> None:
         self.setup, self.activations, self.buffers, self.workspace = setup, activations, buffers, workspace
         self.width = setup.width
         self.table = state_table(setup.stage, setup.world, setup.offload)
         self.sharded = self.table.parameters.extent is Extent.SHARD
         self.units = place(setup, units)
-        self.flats: Counter[PlacedFlat] = Counter()
+        self.flats: Counter[RankFlat] = Counter()
         """How many there are of each."""
         for flats, count in Counter(unit.flats for unit in self.units).items():
             for flat in flats:
                 self.flats[flat] += count
-        self._blocks: dict[int, list[PlacedUnit]] = {}
+        self._blocks: dict[int, list[RankUnit]] = {}
         for unit in self.units:
             self._blocks.setdefault(unit.block, []).append(unit)
 
@@ -77,7 +77,7 @@ class RankMemory:
     def accumulates(self) -> bool:
         return self.setup.micro_batches > 1
 
-    def stashed(self, flat: PlacedFlat) -> int:
+    def stashed(self, flat: RankFlat) -> int:
         """Bytes of an averaged gradient where it rests."""
         if flat.on_host or self.accumulates or not flat.shape.trained:
             return 0
@@ -97,7 +97,7 @@ class RankMemory:
         return self.rest.with_more({"gathered": gathered, "temporary": -self.workspace})
 
     @property
-    def _foreseen(self) -> Sequence[PlacedUnit]:
+    def _foreseen(self) -> Sequence[RankUnit]:
         """What is gathered for the next forward while the update goes on: up to a unit that the host updates."""
         first = self.units[: 1 + self.setup.prefetch]
         return list(takewhile(lambda unit: not any(flat.on_host for flat in unit.flats), first))
@@ -169,7 +169,7 @@ class RankMemory:
                 },
             )
 
-    def _kept_before(self, number: int) -> list[PlacedUnit]:
+    def _kept_before(self, number: int) -> list[RankUnit]:
         """Units that are held from here to backward."""
         first = max(1, len(self.units) - self.setup.keep)
         return list(self.units[first:number])
@@ -265,14 +265,14 @@ class RankMemory:
         if elements:
             yield elements
 
-    def _gathered(self, units: Sequence[PlacedUnit]) -> int:
+    def _gathered(self, units: Sequence[RankUnit]) -> int:
         if not self.sharded:
             return 0
         distinct = {id(unit): unit for unit in units}.values()
         return self.width * sum(unit.whole for unit in distinct)
 
 
-def _look_of_block(units: Sequence[PlacedUnit]) -> tuple[object, ...]:
+def _look_of_block(units: Sequence[RankUnit]) -> tuple[object, ...]:
     """What equal blocks have in common; the root equals none."""
     return units[0].block == 0, *(unit.flats for unit in units)
 

@@ -35,8 +35,8 @@ BOUNDS = {
     Bottleneck.COMPUTE: "compute",
     Bottleneck.LAUNCH: "launching",
     Bottleneck.UPDATE: "update",
-    Bottleneck.INSIDE: "links in node",
-    Bottleneck.BETWEEN: "network",
+    Bottleneck.NODE_LINKS: "links in node",
+    Bottleneck.NETWORK: "network",
     Bottleneck.PCIE: "PCIe",
 }
 

@@ -24,11 +24,11 @@ class ModelError(ValueError):
 class Activation(NamedTuple):
     """An MLP's nonlinearity as torch runs it, in tensors of the MLP's width; by default one kernel, as GELU has."""
 
-    kept: int = 2
+    saved: int = 2
     """Left for backward: of what it takes, makes on its way and gives."""
-    passing: int = 2
+    forward_peak: int = 2
     """Alive at a time in a forward that keeps nothing."""
-    beside: int = 1
+    backward_extra: int = 1
     """Alive at a time in backward, beside those that are kept."""
     written: int = 1
     """Made by forward."""
@@ -102,7 +102,7 @@ class Transformer:
         alone = self.habits.activation
         if not self.gated:
             return alone
-        return Activation(alone.kept + 2, max(3, alone.passing), 2, alone.written + 2)
+        return Activation(alone.saved + 2, max(3, alone.forward_peak), 2, alone.written + 2)
 
     @property
     def block_matrices(self) -> int:

@@ -27,7 +27,7 @@ from ..offload.pipeline import LANDING
 from .checkpoint_time import checkpoint_time
 from .machine_profile import Machine
 from .shape import Setup, Transformer, Work
-from .timeline import Lane, Span, Timeline
+from .timeline import Interval, Resource, Timeline
 from .unit_costs import UnitCosts
 
 STEPS = 4
@@ -48,8 +48,8 @@ class Bottleneck(Enum):
     COMPUTE = "compute"
     LAUNCH = "launching"
     UPDATE = "update"
-    INSIDE = "communication inside a node"
-    BETWEEN = "communication between nodes"
+    NODE_LINKS = "communication inside a node"
+    NETWORK = "communication between nodes"
     PCIE = "copies between host and device"
 
 
@@ -63,22 +63,22 @@ class StepTime:
     """What the device waits for the thread that drives it."""
     update: float
     """Of the optimizer: on the device, or on the host while the device waits."""
-    exposed_inside: float
+    exposed_node_links: float
     """Communication inside a node that nothing hides."""
-    exposed_between: float
+    exposed_network: float
     exposed_pcie: float
     flops: float
     """Of one rank, recomputation included, as the papers count."""
 
     @property
     def total(self) -> float:
-        exposed = self.exposed_inside + self.exposed_between + self.exposed_pcie
+        exposed = self.exposed_node_links + self.exposed_network + self.exposed_pcie
         return self.compute + self.launching + self.update + exposed
 
     @property
     def exposed(self) -> float:
         """Communication between devices that nothing hides."""
-        return self.exposed_inside + self.exposed_between
+        return self.exposed_node_links + self.exposed_network
 
     @property
     def tflops_per_device(self) -> float:
@@ -90,8 +90,8 @@ class StepTime:
             Bottleneck.COMPUTE: self.compute,
             Bottleneck.LAUNCH: self.launching,
             Bottleneck.UPDATE: self.update,
-            Bottleneck.INSIDE: self.exposed_inside,
-            Bottleneck.BETWEEN: self.exposed_between,
+            Bottleneck.NODE_LINKS: self.exposed_node_links,
+            Bottleneck.NETWORK: self.exposed_network,
             Bottleneck.PCIE: self.exposed_pcie,
         }
         return max(parts, key=lambda part: parts[part])
@@ -149,26 +149,34 @@ class _Step:
         self.reduced = [0.0] * self.costs.count
 
     def measure(self) -> StepTime:
-        window, left = Span(0.0, 0.0), list[float]()
+        window, left = Interval(0.0, 0.0), list[float]()
         for _ in range(STEPS):
             for _ in range(self.setup.micro_batches):
                 self._forward()
                 self._backward()
-            window = Span(window.end, self.timeline.free(Lane.DEVICE))
+            window = Interval(window.end, self.timeline.free(Resource.DEVICE))
             before, left = left, self._left()
             self._update()
             if _equal(before, left, SETTLED * (window.end - window.start)):
                 break
-        order = (Lane.DEVICE, Lane.THREAD, Lane.HOST, Lane.BETWEEN, Lane.INSIDE, Lane.UP, Lane.DOWN)
+        order = (
+            Resource.DEVICE,
+            Resource.THREAD,
+            Resource.HOST,
+            Resource.NETWORK,
+            Resource.NODE_LINKS,
+            Resource.PCIE_UP,
+            Resource.PCIE_DOWN,
+        )
         spent = self.timeline.exposed(window, *order)
         on_device = sum(self.costs.device_update)
         return StepTime(
-            compute=spent[Lane.DEVICE] - on_device,
-            launching=spent[Lane.THREAD],
-            update=spent[Lane.HOST] + on_device,
-            exposed_inside=spent[Lane.INSIDE],
-            exposed_between=spent[Lane.BETWEEN],
-            exposed_pcie=spent[Lane.UP] + spent[Lane.DOWN],
+            compute=spent[Resource.DEVICE] - on_device,
+            launching=spent[Resource.THREAD],
+            update=spent[Resource.HOST] + on_device,
+            exposed_node_links=spent[Resource.NODE_LINKS],
+            exposed_network=spent[Resource.NETWORK],
+            exposed_pcie=spent[Resource.PCIE_UP] + spent[Resource.PCIE_DOWN],
             flops=self.costs.flops,
         )
 
@@ -177,10 +185,10 @@ class _Step:
 
         Whatever was done before anything could begin now makes no difference to it.
         """
-        end = self.timeline.free(Lane.DEVICE)
-        earliest = min(end, max(self.timeline.free(Lane.THREAD), self._ahead))
-        lanes = (self.timeline.free(lane) for lane in Lane)
-        known = chain(lanes, self.done, self.ready, self.sent, self.updated, self.landed, self.reduced)
+        end = self.timeline.free(Resource.DEVICE)
+        earliest = min(end, max(self.timeline.free(Resource.THREAD), self._ahead))
+        resources = (self.timeline.free(resource) for resource in Resource)
+        known = chain(resources, self.done, self.ready, self.sent, self.updated, self.landed, self.reduced)
         return [max(moment, earliest) - end for moment in known]
 
     # -- the life of a unit ---------------------------------------------------------------------------------------
@@ -212,18 +220,18 @@ class _Step:
                     there[following] = self._gather(following)
             if unit == 0:
                 continue  # the embedding is looked up, not multiplied
-            begun, held_up = 0.0, 0.0
+            begun, launch_after = 0.0, 0.0
             if not head:
-                held_up = max(self.sent[unit], self.sent[0])
+                launch_after = max(self.sent[unit], self.sent[0])
             else:
                 if position >= IN_FLIGHT:
                     begun = self.reduced[order[position - IN_FLIGHT]]
                 if position >= LANDING:
-                    held_up = self.landed[order[position - LANDING]]
-            started = self._launch(launch, held_up)
+                    launch_after = self.landed[order[position - LANDING]]
+            started = self._launch(launch, launch_after)
             kept = self._checkpoint(unit, head) if self.checkpoints is not None else 0.0
             self._compute(seconds[unit], started, there[unit], there[0], begun, kept, tensor=tensor)
-            self._wait(self.timeline.free(Lane.THREAD))
+            self._wait(self.timeline.free(Resource.THREAD))
             if head:
                 self._reduce(unit)
         return there
@@ -233,12 +241,12 @@ class _Step:
         assert self.checkpoints is not None
         block, part = divmod(unit - 1, self.costs.parts)
         if head:
-            return self.checkpoints.take(block) if part == self.costs.parts - 1 else 0.0
-        return self.checkpoints.keep() if part == 0 else 0.0
+            return self.checkpoints.bring_back(block) if part == self.costs.parts - 1 else 0.0
+        return self.checkpoints.send() if part == 0 else 0.0
 
     def _launch(self, seconds: float, after: float = 0.0) -> float:
         """Has the thread launch something; returns when it begins."""
-        return self.timeline.run(Lane.THREAD, seconds, after, self._ahead) - seconds
+        return self.timeline.run(Resource.THREAD, seconds, after, self._ahead) - seconds
 
     @property
     def _ahead(self) -> float:
@@ -246,69 +254,71 @@ class _Step:
         return self.done[0] if len(self.done) == AHEAD else 0.0
 
     def _compute(self, seconds: float, *after: float, tensor: float = 0.0) -> None:
-        done = self.timeline.run(Lane.DEVICE, seconds, *after)
+        done = self.timeline.run(Resource.DEVICE, seconds, *after)
         self.done.append(done)
         if tensor:
             # The device waits for every one of them: its next work comes after.
-            self._wait(self.timeline.run(self.costs.tensor_ring.lane, tensor, done))
+            self._wait(self.timeline.run(self.costs.tensor_ring.resource, tensor, done))
 
     def _wait(self, until: float) -> None:
-        self.timeline.hold(Lane.DEVICE, until)
+        self.timeline.idle_until(Resource.DEVICE, until)
 
     def _gather(self, unit: int) -> float:
-        now = self.timeline.free(Lane.DEVICE)
-        here = self.timeline.run(Lane.UP, self.costs.fetch[unit], self.ready[unit], now)
-        return self.timeline.run(self.costs.data_ring.lane, self.costs.gather[unit], here)
+        now = self.timeline.free(Resource.DEVICE)
+        here = self.timeline.run(Resource.PCIE_UP, self.costs.fetch[unit], self.ready[unit], now)
+        return self.timeline.run(self.costs.data_ring.resource, self.costs.gather[unit], here)
 
     def _reduce(self, unit: int) -> None:
         costs, timeline = self.costs, self.timeline
-        done = timeline.run(costs.data_ring.lane, costs.reduce[unit], timeline.free(Lane.DEVICE))
+        done = timeline.run(costs.data_ring.resource, costs.reduce[unit], timeline.free(Resource.DEVICE))
         self.reduced[unit] = done
         if self.offload is None:
             return
-        landed = timeline.run(Lane.DOWN, costs.down[unit], done, self.updated[unit])
+        landed = timeline.run(Resource.PCIE_DOWN, costs.down[unit], done, self.updated[unit])
         if self.delayed:
             self.ready[unit] = self._publish(unit, landed)
-        self.landed[unit] = timeline.run(Lane.HOST, costs.host_add[unit], landed) if costs.host_add[unit] else landed
+        self.landed[unit] = (
+            timeline.run(Resource.HOST, costs.host_add[unit], landed) if costs.host_add[unit] else landed
+        )
         if self.offload.update_in_backward:
             self._update_on_host(unit, self.landed[unit])
 
     def _update(self) -> None:
         """After a step's last backward: all is reduced, the ranks agree and find the norm, units are updated."""
         data, launch = self.costs.data_ring, self.machine.launch
-        known = self.timeline.run(data.lane, 2 * data.seconds(0.0, passes=2), max(self.reduced))
+        known = self.timeline.run(data.resource, 2 * data.seconds(0.0, passes=2), max(self.reduced))
         self._launch(launch.step)
         forward, backward = range(self.layers + 1), [*range(self.layers, 0, -1), 0]
         for unit in forward:
             if self.costs.device_update[unit]:
                 launched = self._launch(launch.update)
-                done = self.timeline.run(Lane.DEVICE, self.costs.device_update[unit], known, launched)
+                done = self.timeline.run(Resource.DEVICE, self.costs.device_update[unit], known, launched)
                 self.ready[unit] = self._send(unit, done)
-        self._wait(self.timeline.free(Lane.THREAD))
+        self._wait(self.timeline.free(Resource.THREAD))
         if self.offload is None or self.offload.update_in_backward:
             return
         known = max(known, *self.landed)
         for unit in backward if self.delayed else forward:
             self._launch(launch.hand_over)
-            self._update_on_host(unit, max(known, self.timeline.free(Lane.THREAD)))
+            self._update_on_host(unit, max(known, self.timeline.free(Resource.THREAD)))
         if self.offload.blocking:
             self._wait(max(self.ready))
-            self.timeline.hold(Lane.THREAD, max(self.ready))
+            self.timeline.idle_until(Resource.THREAD, max(self.ready))
 
     def _update_on_host(self, unit: int, after: float) -> None:
-        self.updated[unit] = self.timeline.run(Lane.HOST, self.costs.host_update[unit], after)
+        self.updated[unit] = self.timeline.run(Resource.HOST, self.costs.host_update[unit], after)
         if not self.delayed:
             self.sent[unit] = self.updated[unit]
             self.ready[unit] = self._publish(unit, self.updated[unit])
 
     def _publish(self, unit: int, after: float) -> float:
-        return self._send(unit, self.timeline.run(Lane.UP, self.costs.up[unit], after))
+        return self._send(unit, self.timeline.run(Resource.PCIE_UP, self.costs.up[unit], after))
 
     def _send(self, unit: int, after: float) -> float:
         """Updated parameters to the other ranks, where they are whole at rest."""
         if self.setup.stage not in (1, 2):
             return after
-        return self.timeline.run(self.costs.data_ring.lane, self.costs.gather[unit], after)
+        return self.timeline.run(self.costs.data_ring.resource, self.costs.gather[unit], after)
 
 
 def _equal(before: list[float], now: list[float], tolerance: float) -> bool:

@@ -7,24 +7,24 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Lane(IntEnum):
+class Resource(IntEnum):
     """Something that does one thing at a time."""
 
     DEVICE = 0
     THREAD = 1
     """That drives the device."""
-    INSIDE = 2
+    NODE_LINKS = 2
     """Links inside a node."""
-    BETWEEN = 3
+    NETWORK = 3
     """Links between nodes."""
-    DOWN = 4
+    PCIE_DOWN = 4
     """From device to host."""
-    UP = 5
+    PCIE_UP = 5
     """From host to device."""
     HOST = 6
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """A stretch of time, in seconds."""
 
     start: float
@@ -35,44 +35,44 @@ class Timeline:
     """Operations in the order in which they were asked for, each as early as its lane and what it waits for allow.
 
     >>> timeline = Timeline()
-    >>> sent = timeline.run(Lane.INSIDE, 2.0)
-    >>> timeline.run(Lane.DEVICE, 1.0, sent)
+    >>> sent = timeline.run(Resource.NODE_LINKS, 2.0)
+    >>> timeline.run(Resource.DEVICE, 1.0, sent)
     3.0
     """
 
     def __init__(self) -> None:
-        self._busy: list[list[tuple[float, float]]] = [[] for _ in Lane]
+        self._busy: list[list[tuple[float, float]]] = [[] for _ in Resource]
         """Starts and ends. Thousands of units are laid out, and so this is as plain as it goes."""
-        self._free = [0.0] * len(Lane)
+        self._free = [0.0] * len(Resource)
 
-    def run(self, lane: Lane, seconds: float, *after: float) -> float:
+    def run(self, resource: Resource, seconds: float, *after: float) -> float:
         """Occupies a lane when it is free and all of ``after`` has passed; returns when that ends."""
-        start = self._free[lane]
+        start = self._free[resource]
         for moment in after:
             if moment > start:
                 start = moment
         end = start + seconds
         if seconds > 0:
-            self._busy[lane].append((start, end))
-            self._free[lane] = end
+            self._busy[resource].append((start, end))
+            self._free[resource] = end
         return end
 
-    def free(self, lane: Lane) -> float:
+    def free(self, resource: Resource) -> float:
         """When all that a lane was asked for is done."""
-        return self._free[lane]
+        return self._free[resource]
 
-    def hold(self, lane: Lane, until: float) -> None:
+    def idle_until(self, resource: Resource, until: float) -> None:
         """Keeps a lane from starting anything before then; it is idle, not busy, meanwhile."""
-        if until > self._free[lane]:
-            self._free[lane] = until
+        if until > self._free[resource]:
+            self._free[resource] = until
 
-    def exposed(self, window: Span, *order: Lane) -> dict[Lane, float]:
+    def exposed(self, window: Interval, *order: Resource) -> dict[Resource, float]:
         """Seconds of the window in which a lane was busy and none that comes before it in ``order``."""
         gaps: Sequence[tuple[float, float]] = [window]
         found = {}
-        for lane in order:
-            rest = _subtract(gaps, [span for span in self._busy[lane] if span[1] > window.start])
-            found[lane] = _length(gaps) - _length(rest)
+        for resource in order:
+            rest = _subtract(gaps, [span for span in self._busy[resource] if span[1] > window.start])
+            found[resource] = _length(gaps) - _length(rest)
             gaps = rest
         return found
 

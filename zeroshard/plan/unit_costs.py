@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 
 from ..config.offload import Offload
+from .collective_time import CollectiveRing, ring
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine
-from .ring import Ring, ring
 from .shape import Setup, Transformer, Work
 from .units import transformer_units
 
@@ -135,12 +135,12 @@ class UnitCosts:
     # -- other devices --------------------------------------------------------------------------------------------
 
     @cached_property
-    def data_ring(self) -> Ring:
+    def data_ring(self) -> CollectiveRing:
         """Of data-parallel ranks."""
         return ring(self.machine, self.setup.world, self.setup.model_parallel)
 
     @cached_property
-    def tensor_ring(self) -> Ring:
+    def tensor_ring(self) -> CollectiveRing:
         """Of the ranks that share a block."""
         return ring(self.machine, self.setup.model_parallel, 1)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from ..config.table import Extent, state_table
 from .activations import checkpoint_shape
-from .placed import place
+from .module_trace import Model, units_of
+from .rank_units import place
 from .shape import Setup, Transformer
-from .traced import Model, units_of
 
 
 @dataclass(frozen=True)
@@ -89,5 +89,5 @@ def _of_checkpoints(model: Model, setup: Setup) -> tuple[int, int, int]:
         bytes_ = setup.micro_batches * model.checkpoints if kept.offload else 0
         return 0, bytes_, bytes_
     count, one = setup.micro_batches * model.layers, checkpoint_shape(model, setup)
-    moved = count * setup.width * one.held if kept.offload else 0
+    moved = count * setup.width * one.stored if kept.offload else 0
     return count * one.gathered, moved, moved

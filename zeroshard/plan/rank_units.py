@@ -15,7 +15,7 @@ FP32 = 4
 """Bytes of an element of accumulators and moments."""
 
 
-class PlacedFlat(NamedTuple):
+class RankFlat(NamedTuple):
     """A flat on one rank; sizes in elements."""
 
     shape: FlatShape
@@ -27,14 +27,14 @@ class PlacedFlat(NamedTuple):
     """Whether its states live there."""
 
 
-class PlacedUnit(NamedTuple):
+class RankUnit(NamedTuple):
     """A unit on one rank."""
 
     block: int
-    flats: tuple[PlacedFlat, ...]
+    flats: tuple[RankFlat, ...]
 
     @property
-    def trained(self) -> list[PlacedFlat]:
+    def trained(self) -> list[RankFlat]:
         return [flat for flat in self.flats if flat.shape.trained]
 
     @property
@@ -42,7 +42,7 @@ class PlacedUnit(NamedTuple):
         return sum(flat.whole for flat in self.flats)
 
 
-def place(setup: Setup, units: Sequence[UnitShape]) -> list[PlacedUnit]:
+def place(setup: Setup, units: Sequence[UnitShape]) -> list[RankUnit]:
     """A rank's ranges of all flats, and whose states are on the host."""
     table, world = state_table(setup.stage, setup.world, setup.offload), setup.world
     divided = table.optimizer.extent is Extent.SHARD
@@ -55,17 +55,17 @@ def place(setup: Setup, units: Sequence[UnitShape]) -> list[PlacedUnit]:
         return sum(own(flat) for flat in flats if flat.trained)
 
     @cache
-    def placed(flats: tuple[FlatShape, ...], stays: bool) -> tuple[PlacedFlat, ...]:
+    def placed(flats: tuple[FlatShape, ...], stays: bool) -> tuple[RankFlat, ...]:
         return tuple(
-            PlacedFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not stays)
+            RankFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not stays)
             for flat in flats
         )
 
     stays = _stay(setup, [trained(unit.flats) for unit in units], units)
-    return [PlacedUnit(unit.block, placed(unit.flats, here)) for unit, here in zip(units, stays, strict=True)]
+    return [RankUnit(unit.block, placed(unit.flats, here)) for unit, here in zip(units, stays, strict=True)]
 
 
-def host_share(units: Sequence[PlacedUnit]) -> float:
+def host_share(units: Sequence[RankUnit]) -> float:
     """Of the elements that this rank updates, those whose states are on its host."""
     trained = [flat for unit in units for flat in unit.trained]
     return sum(flat.own for flat in trained if flat.on_host) / sum(flat.own for flat in trained)

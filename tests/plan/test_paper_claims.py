@@ -7,16 +7,16 @@ import io
 import pytest
 from rich.console import Console
 
-from zeroshard.plan import paper, paper_table
+from zeroshard.plan import paper_claims, paper_table
 from zeroshard.plan.machine_profile import load
-from zeroshard.plan.paper import Claim, Kind, table
+from zeroshard.plan.paper_claims import Kind, PaperClaim, table
 from zeroshard.plan.paper_devices import gpt, largest_batch
 from zeroshard.plan.shape import Setup
 
 CLAIMS = table()
 
 
-def claim(about: str) -> Claim:
+def claim(about: str) -> PaperClaim:
     (found,) = (claim for claim in CLAIMS if claim.about == about)
     return found
 
@@ -32,7 +32,7 @@ def test_formulas_give_every_cell_of_the_papers_tables(source: str) -> None:
 
 def test_three_claims_are_fitted_and_no_more() -> None:
     fitted = [claim for claim in CLAIMS if claim.fitted]
-    assert {claim.about for claim in fitted} == paper.FITTED
+    assert {claim.about for claim in fitted} == paper_claims.FITTED
     assert len(fitted) == 3
     assert all(abs(claim.error) < 0.02 for claim in fitted)
 
@@ -40,7 +40,7 @@ def test_three_claims_are_fitted_and_no_more() -> None:
 def test_what_was_measured_and_not_fitted_is_foreseen_within_15_percent_on_average() -> None:
     measured = [claim for claim in CLAIMS if claim.kind is Kind.MEASURED]
     assert len(measured) > 75
-    assert paper.mean_error(CLAIMS) < 0.15
+    assert paper_claims.mean_error(CLAIMS) < 0.15
 
 
 def test_what_was_reached_is_reached() -> None:
@@ -66,16 +66,16 @@ def test_the_five_configurations_are_in_the_order_of_the_papers_figures() -> Non
 
 def test_60b_is_super_linear_because_a_larger_batch_fits() -> None:
     machine, model = load("v100"), gpt(75, 8192)
-    worlds = [gpus // 16 for gpus in paper.SUPER_LINEAR]
+    worlds = [gpus // 16 for gpus in paper_claims.SUPER_LINEAR]
     batches = [largest_batch(model, Setup(stage=2, world=world, model_parallel=16), machine) for world in worlds]
-    speeds = [claim(f"60B on {gpus}, the batch that fits").ours for gpus in paper.SUPER_LINEAR]
+    speeds = [claim(f"60B on {gpus}, the batch that fits").ours for gpus in paper_claims.SUPER_LINEAR]
     assert batches == sorted(batches)
     assert batches[0] < batches[-1] / 2
     assert speeds == sorted(speeds)
 
 
 def test_a_delayed_update_gains_at_every_size() -> None:
-    for size in paper.DELAYED:
+    for size in paper_claims.DELAYED:
         waiting, delayed = (claim(f"{size}B on 1, batch 8, update {name}").ours for name in ("waiting", "delayed"))
         assert 1.05 < delayed / waiting < 1.25
 
@@ -85,5 +85,5 @@ def test_the_table_is_printed_with_every_error_and_with_what_is_off() -> None:
     paper_table.render(Console(file=text, width=200))
     for entry in CLAIMS:
         assert entry.about in text.getvalue()
-    assert f"Mean error {paper.mean_error(CLAIMS):.1%}" in text.getvalue()
+    assert f"Mean error {paper_claims.mean_error(CLAIMS):.1%}" in text.getvalue()
     assert "Where it is off" in text.getvalue()

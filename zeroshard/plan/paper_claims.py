@@ -42,7 +42,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Claim:
+class PaperClaim:
     """A number that a paper prints, and ours."""
 
     source: str
@@ -104,22 +104,22 @@ def state_gigabytes(parameters: float, stage: int, world: int) -> float:
     return total_bytes(paper_memory(stage, world, "fp16").device, parameters) / GB
 
 
-def _theory() -> Iterator[Claim]:
+def _theory() -> Iterator[PaperClaim]:
     for stage, printed in enumerate(FIGURE_1):
         ours = state_gigabytes(7.5e9, stage, 64)
-        yield Claim("ZeRO, figure 1", "7.5B on 64", "GB", printed, ours, Kind.THEORY, "stages 0 to 3")
+        yield PaperClaim("ZeRO, figure 1", "7.5B on 64", "GB", printed, ours, Kind.THEORY, "stages 0 to 3")
     for parameters, rows in TABLE_1.items():
         for world, row in rows.items():
             for stage, printed in enumerate(row, start=1):
                 about = f"{parameters / BILLION:g}B on {world}"
                 ours = state_gigabytes(parameters, stage, world)
-                yield Claim("ZeRO, table 1", about, "GB", printed, ours, Kind.THEORY, "stages 1 to 3")
+                yield PaperClaim("ZeRO, table 1", about, "GB", printed, ours, Kind.THEORY, "stages 1 to 3")
     for degree, largest in TABLE_2.items():
         for stage, printed in enumerate(largest):
             about = f"largest on {64 * degree}, MP {degree}"
             ours = degree * 32 / state_gigabytes(1e9, stage, 64)
-            yield Claim("ZeRO, table 2", about, "B", printed, ours, Kind.THEORY, "stages 0 to 3")
-    yield Claim(
+            yield PaperClaim("ZeRO, table 2", about, "B", printed, ours, Kind.THEORY, "stages 0 to 3")
+    yield PaperClaim(
         "ZeRO, section 9", "1T on 1024: stage 3", "GB", 15.6, state_gigabytes(1e12, 3, 1024), Kind.THEORY, "of 32"
     )
 
@@ -127,41 +127,41 @@ def _theory() -> Iterator[Claim]:
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
-def _sizes(machine: Machine) -> Iterator[Claim]:
+def _sizes(machine: Machine) -> Iterator[PaperClaim]:
     for degree, (baseline, divided) in TABLE_2_MEASURED.items():
         setup = Setup(stage=0, world=64, model_parallel=degree)
         hidden = 1600 if degree == 1 else 4096
         about = f"on {64 * degree}, MP {degree}"
         ours = largest_model(hidden, setup, machine, BASELINE)
-        yield Claim("ZeRO, table 2", f"largest {about}, no ZeRO", "B", baseline, ours)
+        yield PaperClaim("ZeRO, table 2", f"largest {about}, no ZeRO", "B", baseline, ours)
         ours = largest_model(4096, replace(setup, stage=1), machine)
-        yield Claim("ZeRO, table 2", f"largest {about}, stage 1", "B", divided, ours)
+        yield PaperClaim("ZeRO, table 2", f"largest {about}, stage 1", "B", divided, ours)
     ours = largest_model(1600, Setup(stage=0, world=128), machine, BASELINE)
-    yield Claim("ZeRO, figure 4", "largest on 128, no model parallelism: plain", "B", 1.38, ours)
+    yield PaperClaim("ZeRO, figure 4", "largest on 128, no model parallelism: plain", "B", 1.38, ours)
     ours = largest_model(4096, Setup(stage=2, world=128), machine)
-    yield Claim("ZeRO, figure 4", "largest on 128, no model parallelism: stage 2", "B", 13, ours)
+    yield PaperClaim("ZeRO, figure 4", "largest on 128, no model parallelism: stage 2", "B", 13, ours)
     for name, stage, residual, degree in (("Megatron-LM", 0, BASELINE, 16), ("stage 1", 1, ZERO_R, 4)):
         lowest = _lowest_degree(gpt(78, 4256), 256, stage, residual, machine)
-        yield Claim("Turing-NLG", f"17B on 256: least model parallelism, {name}", "GPUs", degree, lowest)
+        yield PaperClaim("Turing-NLG", f"17B on 256: least model parallelism, {name}", "GPUs", degree, lowest)
     trillion = gpt(128, 25600)
     setup = Setup(stage=3, world=64, model_parallel=16)
     needed = device_bytes(trillion, setup) / GB
     note = f"{needed:.1f} GB with MP 16"
     reached = trillion.parameters / BILLION if fits(trillion, setup, machine) else 0.0
-    yield Claim("ZeRO, section 9", "1T on 1024 of 32 GB, stage 3", "B", 1000, reached, Kind.REACHED, note)
+    yield PaperClaim("ZeRO, section 9", "1T on 1024 of 32 GB, stage 3", "B", 1000, reached, Kind.REACHED, note)
 
     offload = Offload()
     for gpus, printed in ((4, 3.9), (16, 8)):
         ours = largest_model(3072, Setup(stage=2, world=gpus), machine)
-        yield Claim("Offload, sizes", f"largest on {gpus}, stage 2", "B", printed, ours)
+        yield PaperClaim("Offload, sizes", f"largest on {gpus}, stage 2", "B", printed, ours)
     for gpus, printed in ((4, 4.5), (16, 15)):
         ours = largest_model(3072, Setup(stage=0, model_parallel=gpus), machine, BASELINE)
-        yield Claim("Offload, sizes", f"largest on {gpus}, Megatron-LM", "B", printed, ours)
+        yield PaperClaim("Offload, sizes", f"largest on {gpus}, Megatron-LM", "B", printed, ours)
     ours = largest_model(4096, Setup(stage=2, offload=offload), machine)
-    yield Claim("Offload, sizes", "largest on 1, offload", "B", 13, ours)
+    yield PaperClaim("Offload, sizes", "largest on 1, offload", "B", 13, ours)
     for gpus, printed in ((4, 30), (16, 70)):
         ours = largest_model(8192, Setup(stage=2, model_parallel=gpus, offload=offload), machine)
-        yield Claim("Offload, sizes", f"trains on {gpus}, offload, MP {gpus}", "B", printed, ours, Kind.REACHED)
+        yield PaperClaim("Offload, sizes", f"trains on {gpus}, offload, MP {gpus}", "B", printed, ours, Kind.REACHED)
 
 
 def _lowest_degree(model: Transformer, gpus: int, stage: int, residual: Residual, machine: Machine) -> int:
@@ -183,14 +183,14 @@ CONFIGURATIONS = {
 }
 
 
-def _residual_states(machine: Machine) -> Iterator[Claim]:
+def _residual_states(machine: Machine) -> Iterator[PaperClaim]:
     for name, (stage, residual, largest, _) in CONFIGURATIONS.items():
         ours = largest_model(8192, Setup(stage=stage, world=25, model_parallel=16), machine, residual)
-        yield Claim("ZeRO, figure 6", f"largest on 400, MP 16, {name}", "B", largest, ours)
+        yield PaperClaim("ZeRO, figure 6", f"largest on 400, MP 16, {name}", "B", largest, ours)
     for name, (stage, residual, _, cached) in CONFIGURATIONS.items():
         setup = Setup(stage=stage, world=25, model_parallel=16, batch=16)
         ours = device_bytes(gpt(50, 8192), setup, residual) / GB
-        yield Claim("ZeRO, figure 7", f"40B on 400, MP 16, {name}: cached", "GB", cached, ours)
+        yield PaperClaim("ZeRO, figure 7", f"40B on 400, MP 16, {name}: cached", "GB", cached, ours)
 
 
 # -- speed --------------------------------------------------------------------------------------------------------
@@ -242,16 +242,16 @@ FITTED = {"10B on 1 GPU, offload", "13B on 1 GPU, offload", "100B on 400, Megatr
 """Claims that a number of the profile was fitted to: efficiency, half_work, and the bandwidth between nodes."""
 
 
-def _speed(source: str, about: str, printed: float, time: StepTime, note: str = "") -> Claim:
+def _speed(source: str, about: str, printed: float, time: StepTime, note: str = "") -> PaperClaim:
     kind = Kind.FITTED if about in FITTED else Kind.MEASURED
-    return Claim(source, about, "TFLOPS", printed, time.tflops_per_device, kind, note)
+    return PaperClaim(source, about, "TFLOPS", printed, time.tflops_per_device, kind, note)
 
 
 def _with_largest_batch(model: Transformer, setup: Setup, machine: Machine, residual: Residual = ZERO_R) -> Setup:
     return replace(setup, batch=max(1, largest_batch(model, setup, machine, residual)))
 
 
-def _zero_speeds(machine: Machine) -> Iterator[Claim]:
+def _zero_speeds(machine: Machine) -> Iterator[PaperClaim]:
     ours, theirs = {}, {}
     for size, ((gpus, degree, layers, hidden, batch), baseline, (zero, megatron)) in ZERO_RUNS.items():
         model = gpt(layers, hidden)
@@ -266,9 +266,9 @@ def _zero_speeds(machine: Machine) -> Iterator[Claim]:
     yield from theirs.values()
     hundred = ours[100]
     note = "38 TFLOPS a GPU on 400"
-    yield Claim("ZeRO, section 10.2", "100B on 400, in all", "PFLOPS", 15, 0.4 * hundred.ours, note=note)
+    yield PaperClaim("ZeRO, section 10.2", "100B on 400, in all", "PFLOPS", 15, 0.4 * hundred.ours, note=note)
     faster = min(ours[size].ours / theirs[size].ours for size in (40, 60, 80, 100))
-    yield Claim("ZeRO, section 10.2", "40B to 100B: times Megatron-LM, at least", "×", 5, faster, Kind.REACHED)
+    yield PaperClaim("ZeRO, section 10.2", "40B to 100B: times Megatron-LM, at least", "×", 5, faster, Kind.REACHED)
     for gpus, printed in SUPER_LINEAR.items():
         model = gpt(75, 8192)
         setup = Setup(stage=2, world=gpus // 16, model_parallel=16)
@@ -283,7 +283,7 @@ def _zero_speeds(machine: Machine) -> Iterator[Claim]:
             yield _speed("ZeRO, figure 4", f"{size:g}B on 128, {name}, no MP", printed, time, f"batch {setup.batch}")
 
 
-def _offload_speeds(machine: Machine) -> Iterator[Claim]:
+def _offload_speeds(machine: Machine) -> Iterator[PaperClaim]:
     # The papers' host update ended before the next forward began.
     waiting = Offload(blocking=True)
 
@@ -310,13 +310,13 @@ def _offload_speeds(machine: Machine) -> Iterator[Claim]:
             yield _speed("Offload, delayed update", f"{size}B on 1, batch 8, update {name}", printed, time)
     for size, printed in CPU_ADAM.items():
         seconds = size * BILLION * host_update_bytes(Offload(), 2) / machine.host_bandwidth(1)
-        yield Claim("Offload, CPU-Adam", f"{size}B, Adam on the host", "s", printed, seconds)
+        yield PaperClaim("Offload, CPU-Adam", f"{size}B, Adam on the host", "s", printed, seconds)
 
 
 # -- the table ----------------------------------------------------------------------------------------------------
 
 
-def table(machine: Machine | None = None) -> list[Claim]:
+def table(machine: Machine | None = None) -> list[PaperClaim]:
     """All claims: formulas, sizes, speeds."""
     machine = machine or load("v100")
     return [
@@ -328,7 +328,7 @@ def table(machine: Machine | None = None) -> list[Claim]:
     ]
 
 
-def mean_error(claims: list[Claim]) -> float:
+def mean_error(claims: list[PaperClaim]) -> float:
     """Of what the papers measured and nothing was fitted to; formulas, which are exact, are left out."""
     errors = [abs(claim.error) for claim in claims if claim.kind is Kind.MEASURED]
     return sum(errors) / len(errors)

@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config.checks import DTYPES
 from ..config.layout import UnitSpec, find_units
-from ..config.options import Activations as Recomputed
+from ..config.options import Activations
 from ..system import compat
-from .activations import Activations
+from .activations import ActivationBytes
 from .known_values import KnownValues
-from .recomputing import Recomputing
-from .traced import Traced
+from .module_trace import ModuleTrace
+from .recomputation import Recomputation
 from .units import buffer_bytes, module_units
 
 TARGETS = ("labels", "targets")
@@ -43,12 +43,12 @@ def trace(
     name: str = "",
     chosen: Sequence[str | type[nn.Module]] | None = None,
     values: KnownValues | None = None,
-    recomputed: Recomputed | None = None,
-) -> Traced:
+    activations: Activations | None = None,
+) -> ModuleTrace:
     """Traces a model that is on the meta device. Without inputs it is given token ids, all zero.
 
     Its outputs are summed to a loss where they are none yet. ``values``: what is known of inputs on the meta device.
-    ``recomputed``: what ``shard(activations=...)`` is given.
+    ``activations``: what ``shard(activations=...)`` is given.
     """
     dtype = DTYPES[precision]
     buffers = buffer_bytes(model)
@@ -56,9 +56,9 @@ def trace(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     units = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
-    watch = _Watch(model, units)
-    recomputing = Recomputing(recomputed or Recomputed())
-    blocks = [unit.module for unit in units[1:]] if recomputed is not None else []
+    watch = _Tracer(model, units)
+    recomputing = Recomputation(activations or Activations())
+    blocks = [unit.module for unit in units[1:]] if activations is not None else []
     try:
         known = values or KnownValues()
         known.forget(model.parameters())
@@ -72,7 +72,7 @@ def trace(
             compat.run_backward(loss)
     finally:
         watch.remove_hooks()
-    return Traced(
+    return ModuleTrace(
         name or type(model).__name__,
         module_units(model, dtype.itemsize, max_unit_bytes, chosen),
         buffers,
@@ -142,7 +142,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(entry)
 
 
-class _Watch(compat.OperationWatch):
+class _Tracer(compat.OperationWatch):
     """Counts the bytes of storages that are alive, but for the model's own, and when they are most."""
 
     def __init__(self, model: nn.Module, units: Sequence[UnitSpec]) -> None:
@@ -261,9 +261,9 @@ class _Watch(compat.OperationWatch):
         """Recomputation included; attention's own backward, which is no product either, takes two forwards."""
         return self.flops + self.attention_flops - self._counted + 2 * self._forward_attention
 
-    def activations(self) -> Activations:
+    def activations(self) -> ActivationBytes:
         """What was seen."""
-        return Activations(
+        return ActivationBytes(
             saved=self._saved,
             forward=tuple(self._forward),
             loss=self._loss,
@@ -285,7 +285,7 @@ def _into(peaks: list[int], number: int) -> Callable[[int], None]:
 class _KnownFunctions(TorchFunctionMode):
     """Attention as a GPU's kernels have it, and how much a loss passes over."""
 
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, watch: _Tracer) -> None:
         super().__init__()
         self._watch = watch
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from tests.matrix import matrix
 from zeroshard.config.job import ModelConfig
-from zeroshard.config.options import Activations as Recomputed
+from zeroshard.config.options import Activations
 from zeroshard.plan.activations import transformer_activations
 from zeroshard.plan.machine_profile import load
 from zeroshard.plan.models import from_config
+from zeroshard.plan.module_trace import ModuleTrace
 from zeroshard.plan.shape import Setup
 from zeroshard.plan.time import step_time
-from zeroshard.plan.trace import trace
-from zeroshard.plan.traced import Traced
+from zeroshard.plan.tracer import trace
 from zeroshard.plan.unit_costs import work_of
 from zeroshard.plan.units import transformer_units
 from zeroshard.plan.volume import volume
@@ -82,7 +82,7 @@ def test_attention_in_a_layer_of_torch_leaves_no_scores_either(mask: bool) -> No
     with torch.device("meta"):
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), 2)
 
-    def seen(rows: int) -> Traced:
+    def seen(rows: int) -> ModuleTrace:
         inputs = {"src": torch.empty(2, rows, 64, device="meta")}
         if mask:
             inputs["mask"] = torch.zeros(rows, rows)  # whether it is a causal one is asked
@@ -106,7 +106,7 @@ def test_blocks_that_shard_recomputes_leave_what_blocks_leave_that_recompute_the
     with torch.device("meta"):
         themselves, model = GPT(ModelConfig(**shape, checkpointing=True)), GPT(ModelConfig(**shape))  # type: ignore[arg-type]
     expected = trace(themselves, None, "bf16", 4, 128, 1 << 30)
-    seen = trace(model, None, "bf16", 4, 128, 1 << 30, recomputed=Recomputed())
+    seen = trace(model, None, "bf16", 4, 128, 1 << 30, activations=Activations())
     assert seen.activations == expected.activations
     assert seen.backward_flops == expected.backward_flops
     assert seen.recomputes
@@ -122,8 +122,8 @@ def test_checkpoints_on_the_host_of_a_traced_gpt_are_those_of_its_description(pr
     config = ModelConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=300)
     with torch.device("meta"):
         model = GPT(config)
-    kept = Recomputed(offload=True, prefetch=prefetch)
-    seen = trace(model, None, "bf16", 4, 128, 1 << 30, recomputed=kept)
+    kept = Activations(offload=True, prefetch=prefetch)
+    seen = trace(model, None, "bf16", 4, 128, 1 << 30, activations=kept)
     setup = Setup(stage=0, batch=4, sequence=128, activations=kept)
     shape = from_config(config)
     planned = transformer_activations(shape, setup)

@@ -17,7 +17,7 @@ from ..config.job import ModelConfig
 from ..config.offload import Offload
 from ..system import compat
 from ..train.gpt import GPT
-from .host_update import Repeated
+from .update_probe import BusyHost
 
 DEPTHS = (4, 16)
 """Blocks of the models that are timed; the difference is that of so many blocks."""
@@ -34,14 +34,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def launch_seconds(device: torch.device, crowd: Repeated) -> dict[str, float]:
+def launch_seconds(device: torch.device, busy_host: BusyHost) -> dict[str, float]:
     """What it takes to launch a unit: the runtime on models with next to nothing to compute, of two depths.
 
     All of them take a step in turn, and what one takes longer than another is the median of what it took longer in
     each turn: a core that others use, too, is half as quick in one second as in the next. The crowded ones have the
     host at work meanwhile.
     """
-    steps = _in_turn(device, crowd)
+    steps = _in_turn(device, busy_host)
     alone = steps["alone"]
 
     def longer(way: str) -> list[float]:
@@ -83,25 +83,25 @@ class Launches(NamedTuple):
         return self.forward + self.backward
 
 
-def _in_turn(device: torch.device, crowd: Repeated) -> dict[str, list[Launches]]:
+def _in_turn(device: torch.device, busy_host: BusyHost) -> dict[str, list[Launches]]:
     """The steps of every way to train, that of one rank of eight among them where no real ranks would be asked."""
     probes = {way: _probes(device, **options) for way, options in WAYS.items()}
     if dist.is_initialized():
-        return _steps(probes, crowd)
+        return _steps(probes, busy_host)
     with compat.one_rank_of(8, 0):
         probes["divided"] = _probes(device, stage=3)
-        return _steps(probes, crowd)
+        return _steps(probes, busy_host)
 
 
 def _probes(device: torch.device, **options: Any) -> tuple[_Probe, ...]:
     return tuple(_Probe(device, layers, **options) for layers in DEPTHS)
 
 
-def _steps(probes: dict[str, tuple[_Probe, ...]], crowd: Repeated) -> dict[str, list[Launches]]:
+def _steps(probes: dict[str, tuple[_Probe, ...]], busy_host: BusyHost) -> dict[str, list[Launches]]:
     found: dict[str, list[Launches]] = {way: [] for way in probes}
     for number in range(LEARNING + TURNS):
         for way, (shallow, deep) in probes.items():
-            with crowd if way == "crowded" else nullcontext():
+            with busy_host if way == "crowded" else nullcontext():
                 few, many = shallow.turn(), deep.turn()
             units = [(late - early) / (DEPTHS[1] - DEPTHS[0]) for early, late in zip(few, many, strict=True)]
             if number >= LEARNING:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .machine_profile import Machine
-from .timeline import Lane
+from .timeline import Resource
 
 
 @dataclass(frozen=True)
-class Ring:
+class CollectiveRing:
     """The ranks of one collective, and what they share."""
 
-    lane: Lane
+    resource: Resource
     ranks: int
     bandwidth: float
     """Bytes a second each way."""
@@ -29,14 +29,16 @@ class Ring:
         return passes * (self.latency + size * (self.ranks - 1) / self.ranks / self.bandwidth)
 
 
-def ring(machine: Machine, ranks: int, stride: int) -> Ring:
+def ring(machine: Machine, ranks: int, stride: int) -> CollectiveRing:
     """A group of every ``stride``-th device: 1 for model parallelism, its degree for data parallelism."""
     a_node = machine.devices_per_node
     here = max(1, a_node // stride)
     if ranks <= here:
-        return Ring(Lane.INSIDE, ranks, machine.inside.bandwidth, (ranks - 1) * machine.inside.latency)
+        return CollectiveRing(
+            Resource.NODE_LINKS, ranks, machine.inside.bandwidth, (ranks - 1) * machine.inside.latency
+        )
     groups = min(stride, a_node)
     nodes = -(-ranks // here)
     latency = (nodes - 1) * machine.between.latency + (here - 1) * machine.inside.latency
     bandwidth = min(machine.inside.bandwidth, machine.between.bandwidth / groups)
-    return Ring(Lane.BETWEEN, ranks, bandwidth, latency)
+    return CollectiveRing(Resource.NETWORK, ranks, bandwidth, latency)

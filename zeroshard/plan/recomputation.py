@@ -23,7 +23,7 @@ from ..system import compat
 from ..system.structures import map_leaves, map_tensors
 
 
-class Recomputing:
+class Recomputation:
     """The checkpoints of one forward and backward."""
 
     def __init__(self, options: Activations) -> None:
@@ -74,15 +74,15 @@ class Recomputing:
 class _Call:
     """One call of a block: what is kept of its inputs."""
 
-    def __init__(self, all_: Recomputing, arguments: Any, previous: _Call | None) -> None:
+    def __init__(self, all_: Recomputation, arguments: Any, previous: _Call | None) -> None:
         self._all, self._previous = all_, None if previous is None else weakref.ref(previous)
-        kept: dict[int, _Kept] = {}
+        kept: dict[int, _Checkpoint] = {}
 
         def put(value: Tensor) -> Any:
             if not value.is_floating_point() or not value.requires_grad or value.is_leaf:
                 return value
             if id(value) not in kept:
-                kept[id(value)] = _Kept(value, all_)
+                kept[id(value)] = _Checkpoint(value, all_)
             return kept[id(value)]
 
         self._arguments = map_tensors(put, arguments)
@@ -100,13 +100,13 @@ class _Call:
         self._all.leaving.clear()
         self.fetch(self._all.options.prefetch)
         taken = {kept: kept.take() for kept in self._kept}
-        return map_leaves(_Kept, taken.__getitem__, self._arguments)
+        return map_leaves(_Checkpoint, taken.__getitem__, self._arguments)
 
 
-class _Kept:
+class _Checkpoint:
     """A tensor that is there again when it is needed."""
 
-    def __init__(self, tensor: Tensor, all_: Recomputing) -> None:
+    def __init__(self, tensor: Tensor, all_: Recomputation) -> None:
         there = tensor.detach()
         self._tensor: Tensor | None = there
         self._offload = all_.options.offload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .activations import Activations
+from .activations import ActivationBytes
 from .shape import Setup, Transformer, Work
 from .units import UnitShape, transformer_units
 
@@ -13,13 +13,13 @@ BLOCK_FLOPS = 24
 
 
 @dataclass(frozen=True)
-class Traced:
+class ModuleTrace:
     """A model that was traced rather than described: its units and activations for one width, batch and sequence."""
 
     name: str
     units: tuple[UnitShape, ...]
     buffers: int
-    activations: Activations
+    activations: ActivationBytes
     forward_flops: tuple[float, ...] = ()
     """By unit; nothing if they are not known."""
     forward_written: tuple[float, ...] = ()
@@ -61,9 +61,9 @@ class Traced:
         )
 
 
-Model = Transformer | Traced
+Model = Transformer | ModuleTrace
 
 
 def units_of(model: Model, setup: Setup) -> tuple[UnitShape, ...]:
     """The units of one rank, the root first."""
-    return model.units if isinstance(model, Traced) else transformer_units(model, setup)
+    return model.units if isinstance(model, ModuleTrace) else transformer_units(model, setup)

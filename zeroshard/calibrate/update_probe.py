@@ -17,7 +17,7 @@ BYTES = 28
 """Traffic in host memory for each parameter."""
 
 
-class HostUpdate:
+class UpdateProbe:
     """Adam on masters and moments in fp32, gradients and parameters in bf16."""
 
     def __init__(self, device: torch.device, parameters: int) -> None:
@@ -33,17 +33,17 @@ class HostUpdate:
     def run(self) -> None:
         self._batch.run([RULE], 1.0)
 
-    def __enter__(self) -> HostUpdate:
+    def __enter__(self) -> UpdateProbe:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._pool.close()
 
 
-class Repeated:
+class BusyHost:
     """Inside it, another thread runs an update over and over, on all the cores that the host updates with."""
 
-    def __init__(self, update: HostUpdate) -> None:
+    def __init__(self, update: UpdateProbe) -> None:
         self._update = update
         self._wanted = False
         self._thread = threading.Thread()
