@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .comm import parallel
 from .comm.fabric import Fabric
-from .comm.traffic import Traffic
+from .comm.traffic import Volume
 from .config.layout import find_units
 from .config.options import Config
 from .config.table import state_table
@@ -73,9 +73,7 @@ class Runtime(NotCopyable):
         self._check_kept()
         self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
-        self._volume: dict[str, Traffic] = {}
-        self._volume_between: dict[str, Traffic] = {}
-        self._volume_model: dict[str, Traffic] = {}
+        self._volume = Volume({}, {}, {})
         self._host_traffic: dict[str, int] = {}
         self._checkpoint_traffic: dict[str, int] = {}
         self.optimizer: ShardedOptimizer | None = None
@@ -213,9 +211,9 @@ class Runtime(NotCopyable):
         kept = [unit for unit in self.units if self.schedule.kept(unit) and any(f.sharded for f in unit.flats)]
         return Stats(
             stage=self.stage,
-            volume=dict(self._volume),
-            volume_between=dict(self._volume_between),
-            volume_model=dict(self._volume_model),
+            volume=dict(self._volume.shards),
+            volume_between=dict(self._volume.replicas),
+            volume_model=dict(self._volume.model),
             parameters=sum(flat.layout.parameters for flat in flats),
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
@@ -267,13 +265,11 @@ class Runtime(NotCopyable):
         self.reducer.clear()
         self.schedule.forget_calls()
         self._buffers.follow_rank_zero()
-        self._volume = self.fabric.meter.take()
+        self._volume = self.fabric.take_volume()
         if self.pipeline is not None:
             self._host_traffic = self.pipeline.take_traffic()
         if self.checkpoints is not None:
             self._checkpoint_traffic = self.checkpoints.stores.take_traffic()
-        self._volume_between = self.fabric.meter_between.take()
-        self._volume_model = self.fabric.meter_model.take()
         if self.arena is not None and self.optimizer is not None:
             self.arena.settle(self.optimizer.steps)
 

@@ -18,7 +18,7 @@ from zeroshard.comm import watchdog
 
 watchdog.BEAT_SECONDS = 0.0
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
-posting = watchdog.Watchdog.start(0, 1, "some")
+posting = watchdog.Watchdog.start(0, 1, "some", 1.0)
 while posting._beat < 50:
     time.sleep(0.01)
 """

@@ -190,7 +190,7 @@ def _initialise(model: nn.Module, units: list[Unit], fabric: Fabric, config: Con
             inside = following is not None and following.module in members[unit]
             if not inside and (step.module in members[unit] or open_units.has(unit)):
                 open_units.leave(unit)
-    fabric.meter.take()  # units that were opened twice are no step's volume
+    fabric.take_volume()  # units that were opened twice are no step's volume
     unset = [(names[blank.module], blank.name) for blank in blanks if not blank.written()]
     refuse_unset(model, [*open_units.unset, *unset], fabric)
 

@@ -62,7 +62,7 @@ def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
     held = {flat: part[0] for flat, part in parts.items() if part is not None}
     if fabric.model.world == 1 or fabric.backend == "fake" or not held:
         return
-    norms = fabric.gather_along_model(torch.stack(compat.norms(list(held.values()), torch.float64)))
+    norms = fabric.model.gather_small(torch.stack(compat.norms(list(held.values()), torch.float64)))
     apart = norms.amax(0) - norms.amin(0) > REPLICAS_APART * norms.amax(0)
     for flat, differs in zip(held, apart.tolist(), strict=True):
         if differs:
