@@ -167,7 +167,7 @@ class Runtime(NotCopyable):
         try:
             for unit in units:
                 unit.gather()
-                unit.holds += 1
+                unit.open_blocks += 1
             for unit in units:
                 unit.wait()
                 for flat in unit.flats:
@@ -186,7 +186,7 @@ class Runtime(NotCopyable):
             for flat in flats:
                 flat.after_write()
             for unit in units:
-                unit.holds -= 1
+                unit.open_blocks -= 1
             for unit in absent:
                 unit.release()
         if written and not write:
@@ -208,7 +208,7 @@ class Runtime(NotCopyable):
         optimizer = self.optimizer
         norm = optimizer.grad_norm if optimizer is not None else None
         flats = [flat for unit in self.units for flat in unit.flats]
-        kept = [unit for unit in self.units if self.schedule.kept(unit) and any(f.sharded for f in unit.flats)]
+        kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
         return Stats(
             stage=self.stage,
             volume=dict(self._volume.shards),
@@ -245,8 +245,8 @@ class Runtime(NotCopyable):
     def order(self) -> list[Flat]:
         return self.reducer.order
 
-    def check_nothing_held(self, doing: str) -> None:
-        self.schedule.check_nothing_held(doing)
+    def check_no_block_open(self, doing: str) -> None:
+        self.schedule.lifetimes.check_no_block_open(doing)
 
     def agree(self) -> bool:
         return self.reducer.agree()
@@ -256,14 +256,14 @@ class Runtime(NotCopyable):
         self.ledger.note_step()
 
     def updated(self, outdated: Set[Flat]) -> None:
-        self.schedule.prepare_forward(outdated)
+        self.schedule.lifetimes.prepare_forward(outdated)
 
     def failed(self, error: Exception) -> None:
         self.shortage.note(error)
 
     def end_step(self) -> None:
         self.reducer.clear()
-        self.schedule.forget_calls()
+        self.schedule.lifetimes.end_step()
         self._buffers.follow_rank_zero()
         self._volume = self.fabric.take_volume()
         if self.pipeline is not None:

@@ -135,7 +135,7 @@ class Lane:
         """The values of all ranks, one row each. Neither counted nor hashed."""
         rows = torch.empty(self.world, *value.shape, dtype=value.dtype, device=value.device)
         with self.blaming_stalls():
-            all_gather(rows, value[None], self.group)
+            all_gather(rows, value[None], group=self.group)
         return rows
 
     def run(self, work: Callable[[], object]) -> Pending:

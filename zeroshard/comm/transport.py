@@ -23,6 +23,10 @@ from torch import Tensor
 
 from ..system import compat
 
+# torch 2.13 renamed these two, and warns on the old names. torch 2.11 has only the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Finish = Callable[[], None]
 """Completes an operation that was started."""
 
@@ -62,10 +66,10 @@ class Collectives:
         """Gloo can only add."""
 
     def all_gather(self, whole: Tensor, shard: Tensor, label: str) -> None:
-        all_gather(whole, shard, self._group)
+        all_gather(whole, shard, group=self._group)
 
     def reduce_scatter(self, whole: Tensor, shard: Tensor, label: str) -> None:
-        self._average(whole, shard, lambda op: _reduce_scatter(shard, whole, op, self._group))
+        self._average(whole, shard, lambda op: reduce_scatter(shard, whole, op, group=self._group))
 
     def all_reduce(self, whole: Tensor, label: str) -> None:
         self._average(whole, whole, lambda op: dist.all_reduce(whole, op, group=self._group))
@@ -160,22 +164,6 @@ class Copies:
 
     def all_reduce(self, whole: Tensor, label: str) -> None:
         pass
-
-
-def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> None:
-    """The backend's own all-gather."""
-    # torch 2.13 renamed all-gather and reduce-scatter, and warns on the old names. torch 2.11 has only the old names.
-    if hasattr(dist, "all_gather_single"):
-        dist.all_gather_single(whole, shard, group=group)
-    else:
-        dist.all_gather_into_tensor(whole, shard, group=group)
-
-
-def _reduce_scatter(shard: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    if hasattr(dist, "reduce_scatter_single"):
-        dist.reduce_scatter_single(shard, whole, op, group=group)
-    else:
-        dist.reduce_scatter_tensor(shard, whole, op, group=group)
 
 
 def _divide_before_sum(tensor: Tensor, world: int) -> None:

@@ -35,7 +35,7 @@ class Passes(Protocol):
     def order(self) -> list[Flat]:
         """Trainable flats in the order in which backward reduces them."""
 
-    def check_nothing_held(self, doing: str) -> None:
+    def check_no_block_open(self, doing: str) -> None:
         """Raises while a ``gathered`` block shows parameters."""
 
     def agree(self) -> bool:
@@ -93,7 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._host: HostUpdate | None = None
         if pipeline is not None:
             self._host = HostUpdate(
-                flats, pipeline, original, fabric.rank, self._group, self._state, passes.check_nothing_held
+                flats, pipeline, original, fabric.rank, self._group, self._state, passes.check_no_block_open
             )
         self.piece_states = PieceStates(
             self._state, flats, kind=type(original), host=self._host, fabric=fabric, group_of=self._group
@@ -138,7 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        self._passes.check_nothing_held("step()")
+        self._passes.check_no_block_open("step()")
         if self._host is not None:
             self._host.finish()
         for flat in self._flats:

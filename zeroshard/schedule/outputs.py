@@ -14,7 +14,7 @@ from ..system.structures import tensors_in
 _KEPT = (Tensor, list, tuple, dict)
 
 
-class LeftInAttributes:
+class AttributeOutputs:
     """What a unit's modules keep of a forward in attributes: the loss of a mixture of experts, say.
 
     Asked after every call of the unit, so it does not walk through all attributes of all modules. torch's own layers

@@ -42,8 +42,8 @@ class Unit:
             )
             for number, members in enumerate(groups)
         ]
-        self.holds = 0
-        """How many ``gathered`` blocks keep it present."""
+        self.open_blocks = 0
+        """How many ``gathered`` blocks are open. The unit stays present meanwhile."""
 
     @property
     def trainable_flats(self) -> list[Flat]:
@@ -70,6 +70,6 @@ class Unit:
             flat.wait()
 
     def release(self) -> None:
-        if self.holds == 0:
+        if self.open_blocks == 0:
             for flat in self.flats:
                 flat.release()

@@ -66,7 +66,7 @@ def collect(
 ) -> Contents:
     """Everything that this rank has to write. Waits for updates under way; no tensor is read yet."""
     fabric = runtime.fabric
-    runtime.schedule.check_nothing_held("save()")
+    runtime.check_no_block_open("save()")
     if runtime.optimizer is not None:
         runtime.optimizer.settle("save()")
     large: list[Tensor] = []

@@ -63,7 +63,7 @@ def load(
     problem: Exception | None = None
     try:
         check_optimizer(runtime, optimizer, "load")
-        runtime.schedule.check_nothing_held("load()")
+        runtime.check_no_block_open("load()")
         if runtime.optimizer is not None:
             runtime.optimizer.settle("load()")
         folders = candidates(Path(path).absolute())
