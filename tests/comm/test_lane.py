@@ -1,4 +1,4 @@
-"""A lane after a collective that failed: what is tried again raises, and never takes data that did not come."""
+"""After a collective has failed, later ones on the same lane raise. They never use data that did not arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroshard.comm.watchdog import Watchdog
 
 def lane_of_one() -> Lane:
     watchdog = Watchdog.silent(0, 1)
-    watchdog.stop()  # or the explanation of a stall would wait for the posts of other ranks
+    watchdog.stop()  # else the explanation of a stall would wait for posts of other ranks
     return Lane("gathers", None, Copies(0, 1), torch.device("cpu"), watchdog)
 
 

@@ -217,7 +217,7 @@ def test_filling_a_parameter_that_is_not_current_is_found_out_by_the_next_step_a
             SILENT_WRITES[way](model.get_parameter(INNER))
             train(model, optimizer, 1)
         optimizer.zero_grad()
-        # A second call shows that nothing of it stayed.
+        # A second call shows that the first one left no trace.
         assert torch.equal(model(batch(3)), plain_output(expected, 3))
         assert_nobody_noticed(model, optimizer, expected)
 
@@ -247,7 +247,7 @@ def test_pointing_data_elsewhere_is_found_out_by_the_next_step(stages: Stages) -
     for stage in stages:
         model, optimizer = shard(stage=stage)
         train(model, optimizer, 0)
-        loss_of(model, 1)  # where parameters are whole at rest they are current now
+        loss_of(model, 1)  # parameters that are whole at rest are now current
         parameter = model.get_parameter(INNER)
         with refused(f"new .data in stage {stage}", INNER):
             parameter.data = torch.ones(parameter.shape)
@@ -277,7 +277,7 @@ def test_writing_to_sixteen_bit_parameters_behind_a_master_raises_by_the_next_st
     for stage in stages:
         model, optimizer = shard(adamw, stage=stage, precision="bf16")
         train(model, optimizer, 0)
-        loss = loss_of(model, 1)  # all current in stages 0 to 2, the root in stage 3
+        loss = loss_of(model, 1)  # all parameters are current in stages 0 to 2, only the root in stage 3
         before = {name: value.clone() for name, value in weights(model).items()}
         loss.backward()
         if stage == 3:

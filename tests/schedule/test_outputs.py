@@ -1,4 +1,4 @@
-"""Which modules of a unit are looked at for tensors that a forward left in attributes."""
+"""Which modules of a unit are searched for tensors that a forward left in attributes."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Fabric:
                 work.wait(self._patience)
             return [int(value) for value in host.tolist()]
         if self.gathers.stream is not None:
-            self._side.wait_stream(self.gathers.stream)  # the operations of a group keep one order
+            self._side.wait_stream(self.gathers.stream)  # the operations of a group have one order
         with torch.cuda.stream(self._side), self.gathers.blaming_stalls():
             on_device = host.pin_memory().to(self.device, non_blocking=True)
             dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self.group)

@@ -49,7 +49,7 @@ def grid(mesh: DeviceMesh | None, model_mesh: DeviceMesh | None, gather: Gather 
     found = Grid([everybody[column[0]][1] or [column] for column in columns], [list(ranks) for ranks in model])
     members = sorted(member for column in found.data for row in column for member in row)
     if members != list(range(world)):
-        groups = "" if model_mesh is None else f" beside groups of tensor parallelism {found.model}"
+        groups = "" if model_mesh is None else f" and groups of tensor parallelism cover {found.model}"
         shown = found.data[0] if model_mesh is None else found.data
         raise ValueError(
             f"mesh covers ranks {shown}{groups}, which are not the {world} ranks of the process group, each once"

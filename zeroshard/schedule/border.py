@@ -1,7 +1,7 @@
 """Casts and the loss scale, at the border of the model.
 
-The loss scale holds inside the model only: gradients are multiplied by it where backward enters the model, and divided
-by it where backward leaves the model for layers before it.
+The loss scale is in effect only inside the model. Gradients are multiplied by it where backward enters the model. They
+are divided by it where backward leaves the model, for layers that the user has put before the model.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Lifetimes:
         for unit in self._units:
             if unit.open_blocks:
                 raise RuntimeError(
-                    f"{doing} inside `with zeroshard.gathered(...)`, which holds {unit.title!r}; leave the block first"
+                    f"{doing} inside `with zeroshard.gathered(...)`, which shows {unit.title!r}; leave the block first"
                 )
 
     def require(self, unit: Unit, following: Iterable[Unit] = (), way: str = "forward") -> None:
