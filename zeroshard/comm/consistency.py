@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -64,14 +64,8 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Con
     >>> facts(nn.Linear(2, 1, bias=False), None, Config(stage=2), torch.device("cuda", 3))[-3:]
     ["device of type 'cuda'", 'no optimizer', 'parameter weight (1, 2) torch.float32, trained, in no group']
     """
-    return [
-        _ADDRESS.sub("", fact)
-        for fact in (
-            *_facts_of_options(config, device),
-            *_facts_of_optimizer(optimizer),
-            *_facts_of_model(model, optimizer),
-        )
-    ]
+    found = chain(_facts_of_options(config, device), _facts_of_optimizer(optimizer), _facts_of_model(model, optimizer))
+    return [_ADDRESS.sub("", fact) for fact in found]
 
 
 def _facts_of_options(config: Config, device: torch.device) -> Iterator[str]:

@@ -22,28 +22,29 @@ from ..system import compat
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """The mesh that all DTensors of a model share. None if the model has no DTensors."""
-    found: dict[str, DeviceMesh] = {}
+    found: DeviceMesh | None = None
+    first = ""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            mesh: DeviceMesh = parameter.device_mesh
-            if mesh.ndim != 1:
-                raise ValueError(
-                    f"parameter {name!r} is a DTensor on a mesh of {mesh.ndim} dimensions; parallelise the model over "
-                    'one of them, as in parallelize_module(model, mesh["tp"], plan), and leave the others to shard()'
-                )
-            placement = parameter.placements[0]
-            if type(placement) not in (Shard, Replicate):
-                raise ValueError(
-                    f"parameter {name!r} is a DTensor placed as {placement}; only Shard and Replicate can be trained"
-                )
-            found[name] = mesh
-    names = list(found)
-    for name in names[1:]:
-        if found[name] != found[names[0]]:
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh: DeviceMesh = parameter.device_mesh
+        if mesh.ndim != 1:
             raise ValueError(
-                f"parameters {names[0]!r} and {name!r} are DTensors on different meshes; parallelise the model over one"
+                f"parameter {name!r} is a DTensor on a mesh of {mesh.ndim} dimensions; parallelise the model over one "
+                'of them, as in parallelize_module(model, mesh["tp"], plan), and leave the others to shard()'
             )
-    return found[names[0]] if names else None
+        placement = parameter.placements[0]
+        if type(placement) not in (Shard, Replicate):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor placed as {placement}; only Shard and Replicate can be trained"
+            )
+        if found is None:
+            found, first = mesh, name
+        elif mesh != found:
+            raise ValueError(
+                f"parameters {first!r} and {name!r} are DTensors on different meshes; parallelise the model over one"
+            )
+    return found
 
 
 def box_of(parameter: Tensor) -> Box | None:
@@ -81,9 +82,9 @@ def share_numel(parameter: Tensor) -> int:
     """
     if not isinstance(parameter, DTensor) or not isinstance(parameter.placements[0], Shard):
         return local_numel(parameter)
-    axis = parameter.placements[0].dim
-    along = math.ceil(parameter.shape[axis] / parameter.device_mesh.size())
-    return along * math.prod(size for number, size in enumerate(parameter.shape) if number != axis)
+    axis, part = parameter.placements[0].dim, list(parameter.shape)
+    part[axis] = math.ceil(part[axis] / parameter.device_mesh.size())
+    return math.prod(part)
 
 
 def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:

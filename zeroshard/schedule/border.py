@@ -6,6 +6,7 @@ are divided by it where backward leaves the model, for layers that the user has 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Border:
     def enter(self, inputs: Any) -> Any:
         """The inputs of the model, in the dtype of its parameters if the user asked for that."""
         if self._scaler is not None and torch.is_grad_enabled():
-            inputs = map_tensors(self._unscale_at, inputs)
+            inputs = map_tensors(partial(_unscale_at, self._scaler), inputs)
         if self._precision.parameters is not None and self._precision.cast_inputs:
             inputs = cast_floating(inputs, self._precision.parameters)
         return inputs
@@ -44,13 +45,11 @@ class Border:
         """The scaled gradient of an output. None leaves the gradient as it is."""
         return None if self._scaler is None else gradient * self._scaler.scale
 
-    def _unscale_at(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        alias = tensor.view_as(tensor)
-        alias.register_hook(Hook(self._unscale))
-        return alias
 
-    def _unscale(self, gradient: Tensor) -> Tensor:
-        assert self._scaler is not None
-        return gradient / self._scaler.scale
+def _unscale_at(scaler: LossScaler, tensor: Tensor) -> Tensor:
+    """An alias of a tensor. The gradient that goes back through the alias is divided by the loss scale."""
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(Hook(lambda gradient: gradient / scaler.scale))
+    return alias

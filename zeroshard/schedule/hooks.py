@@ -57,12 +57,13 @@ class Schedule:
         self._running: list[Unit] = []
         """Units whose forward is running, outermost first."""
         self._attributes = {unit: AttributeOutputs(unit.module.modules()) for unit in units[1:]}
-        self._owners = {
+        self._members = {
             id(parameter): (unit, flat, index)
             for unit in units
             for flat in unit.trainable_flats
             for index, parameter in enumerate(flat.parameters)
         }
+        """Unit, flat and index in the flat of each trainable parameter."""
         self._before_backward_hooks = {unit: Hook(partial(self._before_backward, unit)) for unit in units[1:]}
         self._before_model_backward_hook = Hook(self._before_model_backward)
         published_late = table.optimizer.extent is Extent.SHARD or table.optimizer.place is Place.HOST
@@ -206,7 +207,7 @@ class Schedule:
                 self._take_gradient(parameter, parallel.local_gradient(parameter, parameter.grad))
 
     def _take_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        unit, flat, index = self._owners[id(parameter)]
+        unit, flat, index = self._members[id(parameter)]
         # A unit was called, and is released again when its gradient comes: the values were present when they were read.
         # For example, autocast cast the parameter in an earlier forward. A NaN would show that they were not present.
         # This case is so rare that the check costs nothing.
