@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .comm import parallel
 from .comm.fabric import Fabric
-from .comm.traffic import Traffic
+from .comm.traffic import Volume
 from .config.layout import find_units
 from .config.options import Config
 from .config.table import state_table
@@ -74,9 +74,7 @@ class Runtime(NotCopyable):
         self._check_kept()
         self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
-        self._volume: dict[str, Traffic] = {}
-        self._volume_between: dict[str, Traffic] = {}
-        self._volume_model: dict[str, Traffic] = {}
+        self._volume = Volume({}, {}, {})
         self._host_traffic: dict[str, int] = {}
         self._checkpoint_traffic: dict[str, int] = {}
         self.optimizer: ShardedOptimizer | None = None
@@ -205,12 +203,12 @@ class Runtime(NotCopyable):
         optimizer = self.optimizer
         norm = optimizer.grad_norm if optimizer is not None else None
         flats = [flat for unit in self.units for flat in unit.flats]
-        kept = [unit for unit in self.units if self.schedule.kept(unit) and any(f.sharded for f in unit.flats)]
+        kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
         return Stats(
             stage=self.stage,
-            volume=dict(self._volume),
-            volume_between=dict(self._volume_between),
-            volume_model=dict(self._volume_model),
+            volume=dict(self._volume.shards),
+            volume_between=dict(self._volume.replicas),
+            volume_model=dict(self._volume.model),
             parameters=sum(flat.layout.parameters for flat in flats),
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
@@ -259,22 +257,20 @@ class Runtime(NotCopyable):
         self.ledger.note_step()
 
     def updated(self, outdated: Set[Flat]) -> None:
-        self.schedule.prepare_forward(outdated)
+        self.schedule.lifetimes.prepare_forward(outdated)
 
     def failed(self, error: Exception) -> None:
         self.shortage.note(error)
 
     def end_step(self) -> None:
         self.reducer.clear()
-        self.schedule.forget_calls()
+        self.schedule.lifetimes.end_step()
         self._buffers.follow_rank_zero()
-        self._volume = self.fabric.meter.take()
+        self._volume = self.fabric.take_volume()
         if self.host is not None:
             self._host_traffic = self.host.pipeline.take_traffic()
         if self.checkpoints is not None:
             self._checkpoint_traffic = self.checkpoints.store.take_traffic()
-        self._volume_between = self.fabric.meter_between.take()
-        self._volume_model = self.fabric.meter_model.take()
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -175,7 +175,7 @@ def _initialise(model: nn.Module, units: list[Unit], fabric: Fabric, config: Con
             inside = following is not None and following.module in members[unit]
             if not inside and (step.module in members[unit] or open_units.has(unit)):
                 open_units.leave(unit)
-    fabric.meter.take()  # the volume of units that were opened twice belongs to no step
+    fabric.take_volume()  # the volume of units that were opened twice belongs to no step
     refuse_unset(model, [*open_units.unset, *(blank.name for blank in blanks if not blank.written())], fabric)
 
 

@@ -62,7 +62,7 @@ class Stats:
     volume_model: Mapping[str, Traffic]
     """With divided activation checkpoints (P_a), what moved between model-parallel ranks to put them together again.
 
-    What tensor parallelism itself moves is not in it: that is torch's, and counted by ``observe.collectives``."""
+    What tensor parallelism itself moves is not in it: that is torch's, and counted by ``comm.traffic``."""
     parameters: int
     """Ψ: the elements of all parameters; with tensor parallelism, of this rank's parts of them."""
     padded_parameters: int

@@ -35,7 +35,7 @@ def place_on_host(
     looked_at = (config.clip_grad_norm, config.precision.loss_scale, config.on_nonfinite)
     norms = any(option is not None for option in looked_at)
     dry = any(compat.is_fake(parameter) for unit in units for flat in unit.flats for parameter in flat.parameters)
-    tell = fabric.tell_failure
+    tell = fabric.watchdog.fail
     pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=fabric.local_ranks, dry=dry, tell=tell)
     _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)

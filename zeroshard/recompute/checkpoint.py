@@ -188,7 +188,7 @@ class Checkpoints:
             return
         self._compared.add(name)
         part = parallel.local(tensor.detach()).double()
-        sums = fabric.gather_along_model(torch.stack([part.sum(), part.square().sum()]))
+        sums = fabric.model.gather_small(torch.stack([part.sum(), part.square().sum()]))
         if not torch.equal(sums.nan_to_num(), sums[:1].nan_to_num().expand_as(sums)):
             raise DisagreementError(
                 f"activations.partition: an input of {name!r} differs among tensor-parallel ranks, so it cannot be "

@@ -52,7 +52,7 @@ def region_of(flat: Flat, slot: int, start: int, stop: int) -> Region:
 
 def written_range(flat: Flat, fabric: Fabric) -> Range:
     """The range of a flat that this rank writes: its shard, or its share of it where other ranks have the same."""
-    shard, replicas, mine = flat.shard_range, fabric.between.world, fabric.between.rank
+    shard, replicas, mine = flat.shard_range, fabric.replicas.world, fabric.replicas.rank
     if not flat.divided:  # then every rank of tensor parallelism has it
         replicas, mine = replicas * fabric.model.world, mine * fabric.model.world + fabric.model.rank
     return Range(
@@ -236,7 +236,7 @@ def local_region(tensor: Tensor) -> Region:
 def writes_buffer(buffer: Tensor, fabric: Fabric) -> bool:
     """Buffers follow rank 0; where tensor parallelism divides one, the first rank that has a part of it."""
     if parallel.divided(buffer):
-        return fabric.shard_rank == 0 and fabric.between.rank == 0
+        return fabric.shard_rank == 0 and fabric.replicas.rank == 0
     return fabric.rank == 0
 
 
