@@ -16,11 +16,11 @@ from .comm import parallel
 from .comm.consistency import OF_ONE_RANK_OFFLOADING, check_same_everywhere
 from .comm.fabric import Fabric
 from .comm.process_group import start_process_group
+from .config.optimizers import check_covers, check_elementwise
 from .config.options import Config
 from .observe.ledger import Stats
 from .offload.rules import check_has_kernel
 from .optim.optimizer import ShardedOptimizer
-from .optim.shardable import check_covers, check_elementwise
 from .runtime import Runtime, is_sharded, runtime_of, runtimes_of_parameters
 from .system import compat, machine
 

@@ -23,7 +23,7 @@ from zeroshard.storage import background, claim
 WRITES_SLOWLY = """
 import sys, time, torch, zeroshard
 from pathlib import Path
-from zeroshard.checkpoint import background
+from zeroshard.storage import background
 
 def slowly(folder, *arguments):
     with open(folder / "token", "ab", buffering=0) as file:
@@ -212,7 +212,7 @@ def test_what_this_process_writes_at_another_path_stays_and_stays_locked(
     first = zeroshard.save(tmp_path / "step-1", *small(), extra=1, asynchronous=True)
     zeroshard.save(tmp_path / "step-2", *small(), keep=5)
     (partial,) = tmp_path.glob(".step-1.*.partial")
-    looks = "import sys; from pathlib import Path; from zeroshard.checkpoint.claim import is_claimed\n"
+    looks = "import sys; from pathlib import Path; from zeroshard.storage.claim import is_claimed\n"
     looks += "sys.exit(not is_claimed(Path(sys.argv[1])))"
     assert subprocess.run([sys.executable, "-c", looks, str(partial)], check=False).returncode == 0
     gate.set()

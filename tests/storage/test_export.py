@@ -256,7 +256,7 @@ def test_a_configuration_that_is_not_there_is_missed_before_anything_is_written(
 KILLED = """
 import os, sys
 from pathlib import Path
-from zeroshard.checkpoint import export, shards
+from zeroshard.storage import export, shards
 
 def stops(*_):
     print("writing", flush=True)

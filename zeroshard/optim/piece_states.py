@@ -17,12 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import parallel
 from ..comm.fabric import Fabric
+from ..config.optimizers import SCALARS, SUPPORTED
 from ..states.flat import Flat, MasterPiece
 from .hosted import HostUpdate
-from .shardable import ELEMENTWISE
-
-SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""
 
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
@@ -229,7 +226,7 @@ class PieceStates:
         """Memory for one state of a piece, to be filled; None where this optimizer has no such state."""
         if self._host is not None and flat.host is not None:
             return self._host.room_for(flat, piece, name)
-        known = self._kind in ELEMENTWISE  # whose states are of the master's dtype; others may have reasons
+        known = self._kind in SUPPORTED  # whose states are of the master's dtype; others may have reasons
         kept = piece.tensor.dtype if dtype.is_floating_point and known else dtype
         room = self._state[piece.tensor][name] = torch.empty_like(piece.tensor, dtype=kept)
         return room

@@ -11,48 +11,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..config.optimizers import SCALARS, SUPPORTED
 from ..optim.optimizer import ShardedOptimizer
-from ..optim.piece_states import SCALARS
-from ..optim.shardable import ELEMENTWISE
 from .format import INDEX, SHOWN, VALUE, InvalidIndexError, count, state_name
 from .index import Index
 from .values import EncodingError, decode
 
 HOW_TO_COMPUTE = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Settings of an optimizer that say how it computes, not what: those of the run that loads hold."""
-
-
-class Kept(NamedTuple):
-    """What one of torch's optimizers keeps for a parameter that it has updated."""
-
-    always: tuple[str, ...]
-    by_setting: Mapping[str, str] = {}
-    """What it keeps only where a setting is not 0 or False, by that setting."""
-
-    def under(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
-        return *self.always, *(name for setting, name in self.by_setting.items() if settings.get(setting))
-
-
-_ADAM = Kept(("step", "exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"})
-KEPT: dict[type[torch.optim.Optimizer], Kept] = {
-    torch.optim.ASGD: Kept(("step", "eta", "mu", "ax")),
-    torch.optim.Adadelta: Kept(("step", "square_avg", "acc_delta")),
-    torch.optim.Adagrad: Kept(("step", "sum")),
-    torch.optim.Adam: _ADAM,
-    torch.optim.AdamW: _ADAM,
-    torch.optim.Adamax: Kept(("step", "exp_avg", "exp_inf")),
-    torch.optim.NAdam: Kept(("step", "mu_product", "exp_avg", "exp_avg_sq")),
-    torch.optim.RAdam: Kept(("step", "exp_avg", "exp_avg_sq")),
-    torch.optim.RMSprop: Kept(("step", "square_avg"), {"momentum": "momentum_buffer", "centered": "grad_avg"}),
-    torch.optim.Rprop: Kept(("step", "prev", "step_size")),
-    torch.optim.SGD: Kept(()),  # it makes its momentum where there is none
-}
-assert KEPT.keys() == ELEMENTWISE
 
 
 def decoded(file: Path, value: Any, where: str, large: Callable[[str], Tensor]) -> Any:
@@ -137,7 +107,7 @@ def check_index(index: Index, shared: Any, optimizer: ShardedOptimizer | None) -
     _check_shared(at)
     if optimizer is None or type(optimizer.unsharded).__name__ != at["optimizer"].value:
         return
-    kept = KEPT.get(type(optimizer.unsharded))
+    kept = SUPPORTED.get(type(optimizer.unsharded))
     scalars = At(file, "scalars", index.scalars)
     for name in scalars.table():
         if name not in index.kinds:
