@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config.checks import DTYPES
 from ..storage.export import export
 from ..storage.format import CheckpointError, InvalidIndexError
-from ..storage.shards import SHARD_BYTES
+from ..storage.output import SHARD_BYTES
 
 DESCRIPTION = """\
 Write a checkpoint's model as safetensors that transformers and PEFT load: shards, index and
