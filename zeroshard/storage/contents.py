@@ -29,6 +29,9 @@ from .format import BUFFER, SAFETENSORS, SHOWN, VALUE, Entry, state_kind, tensor
 from .regions import Region, whole
 from .values import SMALL_BYTES, EncodingError, encode
 
+WORDS = {"module": "the model's extra state", "shared": "the optimizer's settings"}
+"""What messages call a value, where the value's name in the index says too little."""
+
 
 class Item(NamedTuple):
     """A range that this rank writes."""
@@ -85,12 +88,6 @@ def collect(
     runtime.schedule.check_nothing_held("save()")
     if runtime.optimizer is not None:
         runtime.optimizer.settle("save()")
-    large: list[Tensor] = []
-
-    def aside(tensor: Tensor) -> str:
-        large.append(tensor)
-        return f"#{len(large) - 1}"
-
     items: list[Item] = []
     masters = _Masters()
     scalars: dict[str, Any] = {}
@@ -101,22 +98,28 @@ def collect(
             if optimizer is not None and flat.trainable:
                 items += _states_of(flat, fabric, optimizer)
                 scalars |= _scalars(flat, optimizer)
-    values: dict[str, Any] = {"random": encode(random_state.read(fabric.device), "the random state", aside)}
-    if loader is not None:
-        values["loader"] = encode(_state_dict(loader, "loader"), "loader", aside)
     items += [_whole(name, BUFFER, buffer) for name, buffer in buffers_of(runtime) if writes_buffer(buffer, fabric)]
+    others: dict[str, Any] = {"random": random_state.read(fabric.device)}
+    if loader is not None:
+        others["loader"] = _state_dict(loader, "loader")
     if fabric.rank == 0:
-        values |= {
-            "about": encode(_about(runtime), "the description of the model", aside),
-            "shared": encode(_shared(runtime, optimizer), "the optimizer's settings", aside),
-            "module": encode(extra_states_of(runtime), "the model's extra state", aside),
-            "extra": encode(extra, "extra", aside),
-        }
+        others |= {"about": _about(runtime), "shared": _shared(runtime, optimizer), "extra": extra}
+        others["module"] = extra_states_of(runtime)
         if scheduler is not None:
-            values["scheduler"] = encode(_state_dict(scheduler, "scheduler"), "scheduler", aside)
-    items += [_whole(f"#{number}", tensor_kind(fabric.rank), tensor) for number, tensor in enumerate(large)]
+            others["scheduler"] = _state_dict(scheduler, "scheduler")
+    values = {}
+    for name, value in others.items():
+        large: list[Tensor] = []
+        values[name] = encode(value, WORDS.get(name, name), partial(_aside, name, large))
+        items += [_whole(f"{name}#{n}", tensor_kind(fabric.rank), tensor) for n, tensor in enumerate(large)]
     items.sort(key=lambda item: -item.entry.dtype.itemsize)  # so that every range lies on a multiple of its elements
     return Contents(items, scalars, values, random_state.Seat.of(fabric), masters.largest)
+
+
+def _aside(name: str, large: list[Tensor], tensor: Tensor) -> str:
+    """Puts a tensor into a list. Returns a name for it."""
+    large.append(tensor)
+    return f"{name}#{len(large) - 1}"
 
 
 class _Masters:
@@ -214,15 +217,13 @@ def _too_large(name: str, tensor: Tensor) -> str:
 
 def _storable(item: Item) -> Item:
     """Refuses a dtype that safetensors has no name for."""
-    entry = item.entry
-    if entry.dtype not in SAFETENSORS:
-        remedy = {
-            VALUE: "make it a buffer of its bits, parameter.view(torch.uint8)",
-            BUFFER: "keep it in another form, such as torch.view_as_real() for complex numbers, or its bits, "
-            "buffer.view(torch.uint8); or register it with persistent=False",
-        }.get(entry.kind, "keep it in another dtype")
-        what = "parameter" if entry.kind == VALUE else entry.kind
-        raise EncodingError(f"{what} {entry.name!r} is of {entry.dtype}, which a checkpoint cannot hold; {remedy}")
+    name, kind, _, _, dtype, *_ = item.entry
+    if dtype not in SAFETENSORS:
+        raise EncodingError(
+            f"{'parameter' if kind == VALUE else kind} {name!r} is of {dtype}, which a checkpoint cannot hold; "
+            "store it in another dtype, or as a buffer of its bits, view(torch.uint8) (complex numbers also as "
+            "torch.view_as_real()), or register a buffer with persistent=False"
+        )
     return item
 
 

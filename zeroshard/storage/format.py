@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from .regions import Region, Sides, numel_of, whole
+from .regions import Region, numel_of
 
 VERSION = 2
 INDEX = "index.json"
@@ -146,8 +146,8 @@ class Entry(NamedTuple):
     @property
     def key(self) -> str:
         """The range's name in the safetensors file."""
-        sides = "" if self.region.sides == whole(self.shape) else f"{list(map(list, self.region.sides))}"
-        return f"{self.name}|{self.kind}|{sides}{self.region.start}:{self.region.stop}"
+        box = ",".join(f"{low}:{high}" for low, high in self.region.sides)
+        return f"{self.name}|{self.kind}|{box}|{self.region.start}:{self.region.stop}"
 
     def stored(self, offset: int, checksums: tuple[int, ...] = ()) -> Entry:
         """The entry with its place in the file, and its checksums once they are known."""
@@ -155,18 +155,16 @@ class Entry(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """The entry in an index."""
-        found = {
+        return {
             "name": self.name,
             "kind": self.kind,
-            "shape": list(self.shape),
+            "shape": self.shape,
+            "box": self.region.sides,
             "range": [self.region.start, self.region.stop],
             "dtype": SAFETENSORS[self.dtype],
             "offset": self.offset,
-            "crc32": list(self.checksums),
+            "crc32": self.checksums,
         }
-        if self.region.sides != whole(self.shape):
-            found["box"] = [list(side) for side in self.region.sides]
-        return found
 
     @classmethod
     def from_json(cls, value: Any) -> Entry:
@@ -175,13 +173,9 @@ class Entry(NamedTuple):
             raise ValueError(f"a shape of {len(value['shape'])} dimensions")
         shape = tuple(count(size) for size in value["shape"])
         count(math.prod(shape))
-        sides: Sides = whole(shape)
-        if "box" in value:
-            sides = tuple((count(low), count(high)) for low, high in value["box"])
-            if len(sides) != len(shape) or any(
-                not low <= high <= size for (low, high), size in zip(sides, shape, strict=True)
-            ):
-                raise ValueError(f"box {sides} is not inside shape {shape}")
+        sides = tuple((count(low), count(high)) for low, high in value["box"])
+        if not all(low <= high <= size for (low, high), size in zip(sides, shape, strict=True)):
+            raise ValueError(f"box {sides} is not inside shape {shape}")
         start, stop = (count(number) for number in value["range"])
         if not start <= stop <= numel_of(sides):
             raise ValueError(f"range {start}:{stop} is not inside a box of {numel_of(sides)} elements")
@@ -226,7 +220,7 @@ class Part:
             raise ValueError(f"a header of {header} bytes")
         end = 0
         for entry in entries:
-            if entry.offset != end:
+            if entry.offset != end or end % entry.dtype.itemsize:
                 raise ValueError(f"{entry.key!r} lies at byte {entry.offset}, where {end} is expected")
             end += entry.nbytes
         if header + end != size:

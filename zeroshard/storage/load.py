@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from .contents import buffers_of, extra_states_of, local_region, name_of, region
 from .folder import candidates
 from .format import BUFFER, SHOWN, VALUE, CheckpointError, InvalidIndexError, state_name
 from .read import Index, Reader, read_index
-from .save import agree, check_optimizer, finish_latest
+from .save import check_optimizer, finish_latest, together
 from .validate import HOW_TO_COMPUTE, check_fits, check_given, check_index, decoded, no_tensor
 from .values import decode
 
@@ -55,17 +57,12 @@ def load(
     runtime = runtime_of(model)
     fabric = runtime.fabric
     finish_latest(runtime)
-    folders: list[Path] = []
-    problem: Exception | None = None
-    try:
+    with together(fabric):
         check_optimizer(runtime, optimizer, "load")
         runtime.schedule.check_nothing_held("load()")
         if runtime.optimizer is not None:
             runtime.optimizer.settle("load()")
         folders = candidates(Path(path).absolute())
-    except Exception as error:
-        problem = error
-    agree(fabric, problem)
     folders = fabric.from_rank_zero(folders)
     if not folders:
         raise CheckpointError(f"{path} holds no complete checkpoint")
@@ -104,10 +101,7 @@ def _load(
 ) -> Any:
     fabric = runtime.fabric
     with compat.label("zeroshard.load"), torch.no_grad():
-        reader: Reader | None = None
-        values: _Values | None = None
-        problem: Exception | None = None
-        try:
+        with _usable(fabric, "; nothing was loaded"):
             reader = Reader(read_index(folder))
             if fabric.rank == 0:
                 reader.check_files()
@@ -115,39 +109,30 @@ def _load(
             check_index(reader.index, values.shared, optimizer)
             if random:
                 values.check_random(reader.index.file, fabric.device)
-        except Exception as error:  # of any type: the other ranks are told, not left waiting
-            problem = error
-        _agree_usable(fabric, problem, "; nothing was loaded")
-        assert reader is not None
-        assert values is not None
-        try:
+        with together(fabric):
             check_fits(reader.index, runtime, optimizer, values.shared)
             check_given(reader.index, scheduler, loader, fabric, values.predecessor)
-        except Exception as error:
-            problem = error
-        agree(fabric, problem)
-        older: dict[Flat, Tensor] = {}
-        try:
+        with _usable(fabric, "; the model is loaded in part, so load another checkpoint into it"):
             older = _fill(reader, runtime, optimizer)
-        except Exception as error:
-            problem = error
-        _agree_usable(fabric, problem, "; the model is loaded in part, so load another checkpoint into it")
         _publish(runtime, older)
-        try:
+        with together(fabric):
             if optimizer is not None:
                 _take_settings(optimizer, values.shared)
             values.give(runtime, scheduler, loader, random)
             runtime.faults.states_loaded()
             if runtime.optimizer is not None:
                 runtime.optimizer.check_replicas = True
-        except Exception as error:
-            problem = error
-        agree(fabric, problem)
         return values.extra
 
 
-def _agree_usable(fabric: Fabric, problem: Exception | None, after: str) -> None:
-    """Raises the same on all ranks if something went wrong on any: damage, or an error that no older one would mend."""
+@contextmanager
+def _usable(fabric: Fabric, after: str) -> Iterator[None]:
+    """All ranks come to the end of a block, or all raise the same: damage, or an error that no older one would mend."""
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
     damaged = isinstance(problem, CheckpointError)
     text = str(problem) if damaged else f"{type(problem).__name__}: {problem}"
     told = fabric.gather_objects(None if problem is None else (damaged, text))

@@ -195,10 +195,7 @@ class Reader:
         first, last = start * entry.dtype.itemsize, stop * entry.dtype.itemsize
         for number in range(first // CHUNK, -(-last // CHUNK)):
             self._check(rank, entry, number)
-        raw = self._data(rank)[entry.offset + first : entry.offset + last]
-        if (entry.offset + first) % entry.dtype.itemsize:  # possible only in a file of another program
-            raw = raw.clone()
-        return raw.view(entry.dtype)
+        return self._data(rank)[entry.offset + first : entry.offset + last].view(entry.dtype)
 
 
 def _map(index: Index, rank: int) -> Tensor:

@@ -7,9 +7,10 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,48 +74,37 @@ def save(
     finish_latest(runtime)
     snapshots = snapshots_of(model)
     claim: Claim | None = None
-    problem: Exception | None = None
     with compat.label("zeroshard.save"), torch.no_grad():
         try:
-            contents, target, lacking, token = None, Path(), 0, secrets.token_hex(8)
-            try:
+            with together(fabric) as ready:
                 target = Path(path).absolute()
                 check_optimizer(runtime, optimizer, "save")
                 if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                     raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
                 contents = collect(runtime, optimizer, scheduler=scheduler, loader=loader, extra=extra)
-                lacking = snapshots.lacking(contents) if asynchronous else 0
+                token = secrets.token_hex(8)
                 if fabric.rank == 0:
                     claim = _claim(target, token)
-            except Exception as error:
-                problem = error
-            ready: list[_Ready] = agree(fabric, problem, _Ready(token, lacking))
-            token, lacking = ready[0].token, max(rank.lacking for rank in ready)
-            assert contents is not None
-            size, no_memory, sees, saving = snapshot_bytes(contents), None, False, None
-            try:
-                copies = asynchronous and lacking <= 0
-                if copies:
-                    no_memory = snapshots.allocate(contents)
-                if copies and no_memory is None:
+                ready.mine = token, snapshots.lacking(contents) if asynchronous else 0
+            token, lacking = ready.all[0][0], max(bytes_lacking for _, bytes_lacking in ready.all)
+            with together(fabric) as begun:
+                size = snapshot_bytes(contents)
+                no_memory = snapshots.allocate(contents) if asynchronous and lacking <= 0 else None
+                if asynchronous and lacking <= 0 and no_memory is None:
                     contents = snapshots.take(contents)
                 elif fabric.device.type == "cuda":
                     torch.cuda.synchronize(fabric.device)  # another thread reads what is written now
                 steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
                 saving = Saving(target, fabric, token, claim, contents, steps, keep)
-                sees = _sees(partial_of(target, token))
-            except Exception as error:
-                problem = error
-            del contents
-            everybody: list[tuple[bool, str | None]] = agree(fabric, problem, (sees, no_memory))
-            _check_seen(partial_of(target, token), [sees for sees, _ in everybody])
+                del contents
+                begun.mine = _sees(partial_of(target, token)), no_memory
+            _check_seen(partial_of(target, token), [sees for sees, _ in begun.all])
         except BaseException:
             if claim is not None:
                 claim.discard()
             raise
-        assert saving is not None
         # All ranks block or none does: the others would wait in the next step for those that do.
-        if asynchronous and (why := _why_blocking(size, lacking, [text for _, text in everybody])):
+        if asynchronous and (why := _why_blocking(size, lacking, [text for _, text in begun.all])):
             _say(fabric, f"zeroshard: {why}, so this save blocks")
             asynchronous = False
         saving.begin()
@@ -125,38 +115,43 @@ def save(
     return saving
 
 
-class _Ready(NamedTuple):
-    """What ranks tell each other before a save begins."""
+class Answers:
+    """What every rank told the others at the end of a block of ``together``."""
 
-    token: str
-    """A name that no other save has. That of rank 0 counts."""
-    lacking: int
-    """Bytes of host memory that this rank lacks for a snapshot; 0 or less if there is room."""
+    def __init__(self) -> None:
+        self.mine: Any = None
+        self.all: list[Any] = []
 
 
-def agree(fabric: Fabric, problem: BaseException | None, told: Any = None) -> list[Any]:
-    """Raises on all ranks if something went wrong on any: one that left alone would make the others wait.
+@contextmanager
+def together(fabric: Fabric) -> Iterator[Answers]:
+    """All ranks come to the end of a block, or all raise: one that left alone would make the others wait. Collective.
 
-    Otherwise returns what every rank told.
+    A rank raises its own error. The others raise CheckpointError with its text.
     """
-    everybody = fabric.gather_objects((None if problem is None else f"{type(problem).__name__}: {problem}", told))
+    answers, problem = Answers(), None
+    try:
+        yield answers
+    except Exception as error:
+        problem = error
+    everybody = fabric.gather_objects((problem and f"{type(problem).__name__}: {problem}", answers.mine))
     if problem is not None:
         raise problem
     for rank, (text, _) in enumerate(everybody):
         if text is not None:
             raise CheckpointError(f"rank {rank} failed: {text}")
-    return [one for _, one in everybody]
+    answers.all = [mine for _, mine in everybody]
 
 
 def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
     """Has rank 0 do work that may take longer than ranks wait for each other. Raises on all ranks if it fails."""
-    done, problem = threading.Event(), []
+    done, problems = threading.Event(), []
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:
-            problem.append(error)
+        except Exception as error:
+            problems.append(error)
         finally:
             done.set()
 
@@ -165,7 +160,9 @@ def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
     else:
         done.set()
     wait_on_all(fabric, done)
-    agree(fabric, problem[0] if problem else None)
+    with together(fabric):
+        for problem in problems:
+            raise problem
 
 
 def _why_blocking(size: int, lacking: int, no_memory: Sequence[str | None]) -> str | None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,14 +20,16 @@ from ..config.optimizers import SCALARS, SUPPORTED
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime
 from .contents import buffers_of, name_of
-from .format import BUFFER, SHOWN, VALUE, CheckpointError, InvalidIndexError, state_name, tensor_kind
+from .format import BUFFER, SHOWN, VALUE, CheckpointError, InvalidIndexError, Part, state_name, tensor_kind
 from .random_state import Predecessor
 from .read import Index
-from .values import TAG, EncodingError, decode
+from .values import EncodingError, decode
 
 HOW_TO_COMPUTE = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Settings that say how an optimizer computes, not what. The run that loads uses its own."""
 NAMES_IN_A_MESSAGE = 3
+
+T = TypeVar("T")
 
 
 def decoded(file: Path, value: Any, where: str, large: Callable[[str], Tensor]) -> Any:
@@ -45,18 +47,24 @@ def no_tensor(name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Node:
-    """A value of an index, and where it stands there. Every method raises InvalidIndexError."""
+    """A value of an index, and where it stands there. A method that finds another value than it must find raises."""
 
     file: Path
     where: str
     value: Any
 
-    def must(self, good: bool, wanted: str) -> Any:
-        """Returns the value if it is good."""
+    def fault(self, wanted: str) -> InvalidIndexError:
+        shown = repr(self.value)
+        return InvalidIndexError(f"{self.file}: {self.where} is {shown[:60]}{'…' * (len(shown) > 60)}, not {wanted}")
+
+    def must(self, good: bool, wanted: str) -> None:
         if not good:
-            shown = repr(self.value)
-            shortened = f"{shown[:60]}{'…' * (len(shown) > 60)}"
-            raise InvalidIndexError(f"{self.file}: {self.where} is {shortened}, not {wanted}")
+            raise self.fault(wanted)
+
+    def of(self, kind: type[T], wanted: str) -> T:
+        """The value, which must be of this type."""
+        if not isinstance(self.value, kind):
+            raise self.fault(wanted)
         return self.value
 
     def __getitem__(self, key: str) -> Node:
@@ -73,10 +81,10 @@ class Node:
         return None if self.table().get(key) is None else self[key]
 
     def table(self) -> dict[Any, Any]:
-        return self.must(isinstance(self.value, dict), "a table")  # type: ignore[no-any-return]
+        return self.of(dict, "a table")
 
     def text(self) -> str:
-        return self.must(isinstance(self.value, str), "a string")  # type: ignore[no-any-return]
+        return self.of(str, "a string")
 
     def texts(self) -> list[str]:
         return [entry.text() for entry in self]
@@ -84,7 +92,7 @@ class Node:
     def count(self) -> None:
         self.must(type(self.value) is int and 0 <= self.value < 2**63, "a count")
 
-    def number(self, *, finite: bool = True) -> float:
+    def number(self, *, finite: bool = True) -> Any:
         """A number; also one in a tensor of one element."""
         value = self.value
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -92,7 +100,7 @@ class Node:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         self.must(is_number and value == value, "a number")
         self.must(not finite or abs(value) <= sys.float_info.max, "a finite number")
-        return value  # type: ignore[no-any-return]
+        return value
 
 
 # -- the checkpoint by itself -----------------------------------------------------------------------------------------
@@ -136,7 +144,7 @@ def _check_shared(shared: Node) -> None:
     shared["optimizer"].text()
     for group in shared["groups"]:
         if "params" in group["settings"].table():
-            group["settings"]["params"].must(False, "a setting: parameters have no place there")
+            raise group["settings"]["params"].fault("a setting: parameters have no place there")
         group["parameters"].texts()
     shared["common"].table()
     progress = shared["progress"]
@@ -269,7 +277,7 @@ def check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric, prede
         if thing is not None and not callable(getattr(thing, "load_state_dict", None)):
             raise CheckpointError(f"{name}: a {type(thing).__name__} has no load_state_dict(); nothing was loaded")
     if loader is not None and predecessor.rearranged:
-        first, *others = (_position(index, rank) for rank in range(len(index.parts)))
+        first, *others = map(_position, index.parts)
         if any(other != first for other in others):
             raise _unfit(
                 index,
@@ -278,25 +286,12 @@ def check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric, prede
             )
 
 
-def _position(index: Index, rank: int) -> Any:
-    """The JSON of a rank's loader. In place of the name of a large tensor stand its shape, dtype and checksums."""
-    part = index.parts[rank]
-    large = {
-        entry.name: (entry.shape, entry.dtype, entry.checksums)
-        for entry in part.entries
-        if entry.kind == tensor_kind(rank)
-    }
-
-    def shown(value: Any) -> Any:
-        if isinstance(value, list):
-            return [shown(entry) for entry in value]
-        if not isinstance(value, dict):
-            return value
-        if value.get(TAG) == "large":
-            return large.get(str(value.get("name")))
-        return {key: shown(entry) for key, entry in value.items()}
-
-    return shown(part.values["loader"])
+def _position(part: Part) -> object:
+    """A rank's loader: its JSON, and the checksums of its large tensors."""
+    large = [
+        entry for entry in part.entries if entry.kind == tensor_kind(part.rank) and entry.name.startswith("loader#")
+    ]
+    return part.values["loader"], [(entry.name, entry.shape, entry.dtype, entry.checksums) for entry in large]
 
 
 def _unfit(index: Index, text: str) -> CheckpointError:
