@@ -62,6 +62,7 @@ def test_a_checkpoint_and_an_empty_folder_are_replaced(tmp_path: Path) -> None:
     for number in range(2):
         zeroshard.save(tmp_path / "saved", model, optimizer, extra=number)
         assert zeroshard.load(tmp_path / "saved", model, optimizer) == number
+        assert contents(tmp_path / "saved") == ["COMPLETE", "index.json", "rank-00000.safetensors"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 

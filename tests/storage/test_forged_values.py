@@ -182,6 +182,7 @@ def test_damage_to_a_large_value_is_told_as_damage(saved: Path) -> None:
 def test_what_an_optimizer_keeps_is_known_for_every_one_of_torch(kind: Any, tmp_path: Path) -> None:
     """Nothing that is saved is refused, and every state that is named is one that the optimizer cannot do without."""
     options = {"momentum": 0.9, "centered": True} if kind is torch.optim.RMSprop else {}
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else options
     options = {"amsgrad": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else options
     model, optimizer = made(kind, **options)
     train(model, optimizer)

@@ -4,8 +4,8 @@ This room knows units, flats and the optimizer's states, and turns them into fil
 nothing. Its doors are ``save.save``, ``load.load`` and ``export.export``. Read ``format`` first: it shows the files.
 
 A save goes through ``save`` (ranks agree), ``contents`` (what this rank writes; ``values`` turns what is no tensor into
-JSON, ``random_state`` reads the generators), ``folder`` (where to write, one job a path), ``background`` (copies and
-writes beside training) and ``write``. A load goes through ``load``, ``folder`` (the newest), ``read`` (index and
+JSON, ``random_state`` reads the generators), ``folder`` (where to write, one job a path), ``background`` (copies, and
+writes while training goes on) and ``write``. A load goes through ``load``, ``folder`` (the newest), ``read`` (index and
 elements), ``validate`` (refuses before anything is touched) and ``regions`` (maths of ranges that overlap). ``export``
 reads in the same way, and writes whole tensors with ``output``.
 """

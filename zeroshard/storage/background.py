@@ -1,8 +1,8 @@
-"""Writes a rank's part beside training. On rank 0, completes the checkpoint when all parts are there.
+"""Writes a rank's part while training goes on. On rank 0, completes the checkpoint when all parts are there.
 
 ``Snapshots`` copies what is to be written into host memory. ``Saving`` writes on a thread of its own, without any
 collective: rank 0 sees the other ranks' parts in the folder that all ranks share. ``Saving.wait`` tells the training
-thread how it went. There a rank that died is noticed at once, and a slow one is waited for.
+thread how it went. A rank that died is noticed there at once. A slow rank is waited for.
 """
 
 from __future__ import annotations

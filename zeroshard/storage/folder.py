@@ -49,7 +49,7 @@ class Claim:
     A file in the folder is locked. The system gives the lock back when the process ends, however it ends. So what a
     killed job leaves is known as such at once.
 
-    Where a file system has no locks, two jobs that save to one path are not kept apart. They still never mix: each has
+    Where a file system has no locks, nothing prevents two jobs from saving to one path. They still never mix: each has
     a folder of its own, and the job whose folder the other one removes fails.
     """
 

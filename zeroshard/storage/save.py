@@ -87,7 +87,7 @@ def save(
                     claim = _claim(target, token)
                 ready.mine = token, snapshots.lacking(contents) if asynchronous else 0
             token, lacking = ready.all[0][0], max(bytes_lacking for _, bytes_lacking in ready.all)
-            with together(fabric) as begun:
+            with together(fabric) as begin:
                 size = snapshot_bytes(contents)
                 no_memory = snapshots.allocate(contents) if asynchronous and lacking <= 0 else None
                 if asynchronous and lacking <= 0 and no_memory is None:
@@ -97,14 +97,14 @@ def save(
                 steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
                 saving = Saving(target, fabric, token, claim, contents, steps, keep)
                 del contents
-                begun.mine = _sees(partial_of(target, token)), no_memory
-            _check_seen(partial_of(target, token), [sees for sees, _ in begun.all])
+                begin.mine = _sees(partial_of(target, token)), no_memory
+            _check_seen(partial_of(target, token), [sees for sees, _ in begin.all])
         except BaseException:
             if claim is not None:
                 claim.discard()
             raise
         # All ranks block or none does: the others would wait in the next step for those that do.
-        if asynchronous and (why := _why_blocking(size, lacking, [text for _, text in begun.all])):
+        if asynchronous and (why := _why_blocking(size, lacking, [text for _, text in begin.all])):
             _say(fabric, f"zeroshard: {why}, so this save blocks")
             asynchronous = False
         saving.begin()
@@ -134,7 +134,8 @@ def together(fabric: Fabric) -> Iterator[Answers]:
         yield answers
     except Exception as error:
         problem = error
-    everybody = fabric.gather_objects((problem and f"{type(problem).__name__}: {problem}", answers.mine))
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    everybody = fabric.gather_objects((text, answers.mine))
     if problem is not None:
         raise problem
     for rank, (text, _) in enumerate(everybody):

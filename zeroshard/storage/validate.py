@@ -191,7 +191,7 @@ def _check_states(index: Index, name: str, scalars: Node, expected: tuple[str, .
             number = own[state].number()
             own[state].must(number >= 0 or state != "step", "a count of steps")
         elif state not in moments:
-            raise InvalidIndexError(f"{scalars.file}: {name!r} lacks {state!r}, which the optimizer has for it")
+            raise InvalidIndexError(f"{scalars.file}: {name!r} lacks {state!r}, which the optimizer has had for it")
 
 
 def check_about(index: Index) -> dict[str, Any]:
