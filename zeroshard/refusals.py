@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from .comm.fabric import Fabric
+from .config.optimizers import check_covers, check_elementwise
 from .config.options import Config
 from .offload.rules import check_has_kernel
 from .optim.optimizer import ShardedOptimizer
-from .optim.shardable import check_covers, check_elementwise
 from .runtime import is_sharded
 
 

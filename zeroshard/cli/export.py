@@ -8,7 +8,7 @@ from pathlib import Path
 from ..config.checks import DTYPES
 from ..storage.export import export
 from ..storage.format import CheckpointError, InvalidIndexError
-from ..storage.shards import SHARD_BYTES
+from ..storage.output import SHARD_BYTES
 
 HELP = "write a checkpoint as Hugging Face safetensors"
 DESCRIPTION = """\

@@ -6,36 +6,33 @@ from typing import Any
 
 import torch
 
+from ..config.optimizers import SUPPORTED
 from .segment import AdamRule, Rule, SGDRule
-
-ADAM, SGD = (torch.optim.Adam, torch.optim.AdamW), (torch.optim.SGD,)
 
 
 def check_has_kernel(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer that the host cannot run."""
     kind = type(optimizer)
-    if kind not in (*ADAM, *SGD):
+    if kind not in SUPPORTED or not SUPPORTED[kind].on_host:
         raise ValueError(
             f"offload: {kind.__name__} has no host kernel; use torch.optim.AdamW, Adam or SGD, or leave offload= out"
         )
     for group in optimizer.param_groups:
         if group.get("amsgrad", False):
             raise ValueError("offload: amsgrad=True has no host kernel; leave it out, or leave offload= out")
-    momenta = {bool(group["momentum"]) for group in optimizer.param_groups} if kind in SGD else set()
+    momenta = {bool(group["momentum"]) for group in optimizer.param_groups} if kind is torch.optim.SGD else set()
     if len(momenta) > 1:
         raise ValueError("offload: some SGD groups have momentum and some have none; give all of them one or none")
 
 
 def moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """What torch calls the states that have the parameter's shape."""
-    if type(optimizer) in ADAM:
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if optimizer.param_groups[0]["momentum"] else ()
+    return SUPPORTED[type(optimizer)].moments(optimizer.param_groups[0])
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], step: int) -> Rule:
     """A group's hyper-parameters by value, for a parameter whose step has this number, 1 for the first."""
-    if type(optimizer) in ADAM:
+    if type(optimizer) is not torch.optim.SGD:
         beta1, beta2 = group["betas"]
         return AdamRule(
             lr=float(group["lr"]),

@@ -12,15 +12,12 @@ from torch import Tensor
 
 from ..config.bounds import FIRST_ELEMENTS, UPDATE_ELEMENTS
 from ..config.layout import Piece
+from ..config.optimizers import SCALARS, SUPPORTED
 from ..config.table import Place
 from ..states.device_home import DeviceHome
 from ..states.flat import Flat
 from ..states.updates import StateKeeper, Updates
 from ..system import compat
-from .shardable import ELEMENTWISE
-
-SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State that belongs to a parameter as a whole; where a parameter is itself a scalar its shape does not tell."""
 
 
 class DeviceUpdates(Updates):
@@ -32,7 +29,7 @@ class DeviceUpdates(Updates):
         self._homes = {flat: flat.home for flat in flats if isinstance(flat.home, DeviceHome)}
         self._groups = original.param_groups
         self._number = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
-        self._known = type(original) in ELEMENTWISE
+        self._known = type(original) in SUPPORTED
         self._inner = _on_pieces(original)
 
     @property

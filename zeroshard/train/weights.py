@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from ..config.job import ModelConfig
 from ..runtime import runtime_of
-from ..storage.agreement import on_rank_zero
 from ..storage.format import CheckpointError
+from ..storage.output import SHARD_BYTES, Output, Shards, Whole, as_json
 from ..storage.output import WEIGHTS as LIKE_WEIGHTS
-from ..storage.output import Output
-from ..storage.shards import SHARD_BYTES, Shards, Whole, as_json
+from ..storage.save import on_rank_zero
 from .gpt import GPT
 
 WEIGHTS = "model.safetensors"

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.storage import boxes
-from zeroshard.storage.boxes import Box, Region, cuts, flaw, numel_of, overlaps, whole_box
+from zeroshard.storage import regions
+from zeroshard.storage.regions import Region, Sides, cuts, flaw, numel_of, overlaps, whole
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -19,14 +19,13 @@ shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 @st.composite
 def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
     """A parameter cut along one dimension, and each part cut into ranges."""
-    divided: list[Box] = [whole_box(shape)]
+    divided: list[Sides] = [whole(shape)]
     if shape and draw(st.booleans()):
         axis = draw(st.integers(0, len(shape) - 1))
         places = sorted(draw(st.sets(st.integers(1, max(1, shape[axis] - 1)), max_size=2)) & set(range(1, shape[axis])))
         edges = [0, *places, shape[axis]]
         divided = [
-            (*whole_box(shape)[:axis], (low, high), *whole_box(shape)[axis + 1 :])
-            for low, high in itertools.pairwise(edges)
+            (*whole(shape)[:axis], (low, high), *whole(shape)[axis + 1 :]) for low, high in itertools.pairwise(edges)
         ]
     regions = []
     for box in divided:
@@ -37,7 +36,7 @@ def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
 
 
 def elements(whole: torch.Tensor, region: Region) -> torch.Tensor:
-    part = whole[tuple(slice(low, high) for low, high in region.box)]
+    part = whole[tuple(slice(low, high) for low, high in region.sides)]
     return part.reshape(-1)[region.start : region.stop].clone()
 
 
@@ -67,7 +66,7 @@ def test_a_regions_cuts_lie_one_after_the_other(data: st.DataObject, shape: tupl
         end = 0
         for cut in cuts(region):
             assert cut.offset == end
-            end += numel_of(cut.box)
+            end += numel_of(cut.sides)
         assert end == region.numel
         assert len(list(cuts(region))) <= max(1, 2 * len(shape) - 1)
 
@@ -83,13 +82,13 @@ def test_what_is_missing_or_twice_is_noticed(data: st.DataObject, shape: tuple[i
 
 def test_parts_without_elements_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index may have any number of them, at no cost of a data file."""
-    looked: list[Box] = []
+    looked: list[Sides] = []
 
-    def counted(box: Box) -> int:
+    def counted(box: Sides) -> int:
         looked.append(box)
         return numel_of(box)
 
-    monkeypatch.setattr(boxes, "numel_of", counted)
+    monkeypatch.setattr(regions, "numel_of", counted)
     empty = [Region(((0, 0), (place, place + 1)), 0, 0) for place in range(500)]
     assert flaw((0, 500), empty) is None
     assert len(looked) <= 4 * len(empty)
