@@ -27,6 +27,7 @@ from ..config.table import Extent, Place, StateTable
 from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import Faults
 from ..states.flat import Flat
+from ..states.gradient import hide_all
 from ..states.unit import Unit
 from ..system import compat, trace
 from ..system.hook import Hook
@@ -173,9 +174,8 @@ class Schedule:
                         f"parameter {slot.name!r} was frozen when the model was sharded, so it has no gradient and no "
                         "optimizer state; unfreeze it before zeroshard.shard()"
                     )
-        for gradient in self._reducer.gradients:
-            gradient.hide()
-            gradient.show()
+        hide_all(self._reducer.gradients)
+        self._reducer.show()
         if not any(any(gradient.used) for gradient in self._reducer.gradients):
             self._faults.begin()
         self._open.clear()
