@@ -14,6 +14,8 @@ from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from tests.storages import live_bytes
 from tests.training import train
+from zeroshard.comm.lane import Pending
+from zeroshard.runtime import runtime_of
 
 WIDE = {"width": 96, "depth": 4}
 
@@ -84,7 +86,7 @@ def test_the_ledger_is_what_the_garbage_collector_finds(stage: int) -> None:
 def test_nothing_grows_after_the_second_step(stage: int) -> None:
     model = net(**WIDE)
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=stage, precision="bf16")
-    sizes = []
+    sizes: list[int] = []
     for number in range(5):
         loss_of(model, number).backward()
         optimizer.step()
@@ -156,22 +158,17 @@ def test_fused_buffers_are_bounded_by_max_unit_bytes() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 32))
     bound = 64 * 64 * 4 + 1024
     model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=2, max_unit_bytes=bound)
-    sizes = []
-    from zeroshard.states.local_gradient import LocalGradient
+    sizes: list[int] = []
+    reduces = runtime_of(model).fabric.reduces
+    reduce_scatter = reduces.reduce_scatter
 
-    original = LocalGradient._new_buffer
+    def spy(whole: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
+        sizes.extend([whole.nbytes, shard.nbytes])
+        return reduce_scatter(whole, shard, label)
 
-    def spy(self: Any) -> torch.Tensor:
-        made = original(self)
-        sizes.append(made.nbytes)
-        return made
-
-    LocalGradient._new_buffer = spy  # type: ignore[method-assign]
-    try:
-        model(torch.randn(3, 64)).sum().backward()
-        optimizer.step()
-    finally:
-        LocalGradient._new_buffer = original  # type: ignore[method-assign]
+    reduces.reduce_scatter = spy  # type: ignore[method-assign]
+    model(torch.randn(3, 64)).sum().backward()
+    optimizer.step()
     assert 64 * 64 * 4 <= max(sizes) <= bound, "the whole flats are among them, and none is larger"
     assert len(sizes) > 2
 

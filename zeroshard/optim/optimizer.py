@@ -16,6 +16,7 @@ from torch import Tensor
 from ..comm.fabric import Fabric
 from ..config.table import Place
 from ..states.flat import Flat
+from ..states.gradient import hide_all
 from ..states.updates import Updates
 from ..system import compat
 from .device_updates import DeviceUpdates
@@ -195,8 +196,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for updates in self._updates:
             updates.settle()
         self.piece_states.settled()
-        for gradient in (flat.gradient for flat in self._flats):
-            gradient.hide()  # which sees what zero_grad() dropped
+        gradients = [flat.gradient for flat in self._flats]
+        hide_all(gradients)  # which sees what zero_grad() dropped
+        for gradient in gradients:
             gradient.show()
             if any(gradient.used):
                 raise RuntimeError(

@@ -24,6 +24,7 @@ from ..config.options import Config
 from ..config.table import Extent, Place, StateTable
 from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import Faults
+from ..states.gradient import hide_all
 from ..states.unit import Unit
 from ..system import compat, trace
 from ..system.hook import Hook
@@ -101,8 +102,8 @@ class Schedule:
             self._reducer.clear()
             self.lifetimes.abandon_backward()
         self._check_still_frozen()
+        hide_all(self._reducer.gradients)
         for gradient in self._reducer.gradients:
-            gradient.hide()
             gradient.show()
         if not any(any(gradient.used) for gradient in self._reducer.gradients):
             self._faults.begin()

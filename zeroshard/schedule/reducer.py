@@ -23,7 +23,7 @@ from ..comm.lane import Lane
 from ..config.bounds import IN_FLIGHT
 from ..states.buffers import Buffers
 from ..states.flat import Flat
-from ..states.gradient import FlatGradient
+from ..states.gradient import FlatGradient, hide_all
 from ..states.unit import Unit
 
 
@@ -87,6 +87,7 @@ class Reducer:
     def begin_backward(self) -> None:
         self._backwards += 1
         self._agreed = False
+        hide_all(self.gradients)
         for gradient in self.gradients:
             gradient.begin_backward()
 
@@ -117,8 +118,7 @@ class Reducer:
 
         Returns False if nothing has changed since the last agreement.
         """
-        for gradient in self.gradients:
-            gradient.hide()
+        hide_all(self.gradients)
         if self._agreed:
             return False
         self._begin_order()

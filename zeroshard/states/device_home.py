@@ -170,6 +170,7 @@ class DeviceHome(Home):
     def assign(self, slot: int, gradient: Tensor) -> None:
         """Takes a user's gradient in the place of the averaged one."""
         flat = self.flat
+        self._stash.apply_factor()  # the factor is not for the user's gradient
         if self._stash.values is None:
             self._stash.values = torch.zeros(flat.layout.numel, dtype=flat.dtype, device=gradient.device)
         flat.layout.slots[slot].view(self._stash.values).copy_(gradient)

@@ -10,6 +10,7 @@ the gradient. It shows the gradient itself where that is whole, averaged and uns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,9 +72,8 @@ class FlatGradient:
     # -- during backward ------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A new backward pass: completeness is asked anew, and autograd gets ``parameter.grad`` to itself."""
+        """A new backward pass: completeness is asked anew. ``hide_all`` comes before, as the user may have zeroed."""
         self._flat.home.begin_backward()
-        self.hide()
         self._local.begin_backward()
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -147,6 +147,7 @@ class FlatGradient:
                 "scaling"
             )
         self.settle()
+        self._local.drop(index)  # or a gradient that was not reduced yet would be added to the user's
         self._flat.home.assign(index, parallel.local_gradient(self._flat.parameters[index], gradient))
         self.used[index] = True
 
@@ -182,3 +183,17 @@ class FlatGradient:
         """Gradients that are not home yet, for the memory ledger."""
         reduction = self._reduction
         return [*self._local.tensors(), *([] if reduction is None else [reduction.local, reduction.out])]
+
+
+def hide_all(gradients: Sequence[FlatGradient]) -> None:
+    """Takes ``parameter.grad`` back in the whole model.
+
+    Of parameters that only other ranks used, this rank has a part of the averaged gradient, and ``parameter.grad`` is
+    None. A user who drops all gradients that this rank shows drops these gradients too.
+    """
+    shown = any(any(gradient.used) for gradient in gradients)
+    for gradient in gradients:
+        gradient.hide()
+    if shown and not any(any(gradient.used) for gradient in gradients):
+        for gradient in gradients:
+            gradient.clear()

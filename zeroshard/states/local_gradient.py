@@ -86,10 +86,10 @@ class LocalGradient:
             self._deposit()
 
     def drop(self, index: int) -> None:
-        """Forgets one parameter's gradient."""
+        """Forgets one parameter's gradient, so that this backward pass is no longer complete."""
         self._deposit()
-        if self._arrivals[index] in IN_BUFFER:
-            self._slot(index).zero_()
+        self._came -= self._arrivals[index] is Arrival.DEPOSITED
+        self._arrivals[index] = Arrival.MISSING
 
     def clear(self) -> None:
         """Forgets everything."""
