@@ -4,7 +4,7 @@ A set of options is a frozen dataclass that derives from ``Section``. It states 
 
 - the annotation of a field is the type of the option: ``int``, ``bool | None``, ``Literal["device", "cpu"]``, or
   another ``Section``;
-- ``Annotated[int, whole(least=1)]`` adds rules to the type: ranges, conversions;
+- ``Annotated[int, whole(least=1)]`` adds requirements to the type: ranges, conversions;
 - ``conflicts()`` lists values that are each right but contradict each other.
 
 ``Options`` are checked when they are made, and raise ``OptionError``. ``read_table`` reads a table of a TOML file.
@@ -38,7 +38,7 @@ import torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the names that configuration files and command lines use."""
 
-Rule = Callable[[Any], Any]
+Requirement = Callable[[Any], Any]
 """Returns the value that is stored, or raises ``ValueError`` with a text such as "must be at least 1"."""
 
 WORDS = {
@@ -49,7 +49,7 @@ WORDS = {
     torch.dtype: "a torch.dtype",
     NoneType: "None",
 }
-"""The types that the validator checks by itself. A field of another type needs a rule."""
+"""The types that the validator checks by itself. A field of another type states a requirement."""
 
 
 class Mistake(NamedTuple):
@@ -64,10 +64,13 @@ class OptionError(ValueError):
     """Options that cannot be used, with every mistake in them."""
 
     def __init__(self, mistakes: Sequence[Mistake], repaired: object = None) -> None:
-        super().__init__(mistakes, repaired)
+        super().__init__(mistakes)
         self.mistakes = mistakes
         self.repaired = repaired
         """The same options with the default in place of each wrong value."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.mistakes,)  # options may hold a function or a mesh, which cannot be pickled
 
     def __str__(self) -> str:
         first, *others = (mistake.text for mistake in self.mistakes)
@@ -81,10 +84,12 @@ class UnknownOptionError(OptionError, TypeError):
 class Section:
     """A set of options that says of itself what is wrong with it."""
 
+    path: ClassVar[str] = ""
+    """What stands before the names of these options in messages."""
     wording: ClassVar[str] = "{problem}, is {value!r}"
-    """How a wrong value is told."""
+    """The message for a wrong value."""
     unknown: ClassVar[str] = "unknown key{nearest}"
-    """How an unknown name is told."""
+    """The message for an unknown name."""
     gone: ClassVar[Mapping[str, str]] = {}
     """Options of earlier versions, and what to do in their place."""
 
@@ -98,8 +103,6 @@ class Options(Section):
 
     wording = "{path}{name}={value!r} {problem}"
     unknown = "{path}{name} is unknown{nearest}; known: {known}"
-    path: ClassVar[str] = ""
-    """What stands before the names of these options in messages."""
     accepted: ClassVar[str] = "a table of options"
     """What may be given for the whole set."""
 
@@ -137,12 +140,12 @@ def read_table(kind: type[S], table: object, path: str) -> tuple[S, list[str]]:
 def read(kind: type[S], table: Mapping[str, Any], unknown: str) -> tuple[S, list[Mistake]]:
     """A section from names and values, with the default in place of each wrong value, and every mistake."""
     known = {entry.name: entry for entry in fields_of(kind)}
-    listed, path = ", ".join(known), getattr(kind, "path", "")
+    listed = ", ".join(known)
     mistakes = [
         Mistake(
             (name,),
             kind.gone.get(name)
-            or unknown.format(path=path, name=name, nearest=nearest(str(name), known), known=listed),
+            or unknown.format(path=kind.path, name=name, nearest=nearest(str(name), known), known=listed),
         )
         for name in table
         if name not in known
@@ -175,8 +178,7 @@ def examine(section: Section) -> list[Mistake]:
             value = error.repaired
             mistakes += [Mistake(tuple(f"{entry.name}.{o}" for o in m.options), m.text) for m in error.mistakes]
         except (ValueError, OverflowError) as error:
-            path = getattr(section, "path", "")
-            text = section.wording.format(path=path, name=entry.name, value=value, problem=error)
+            text = section.wording.format(path=section.path, name=entry.name, value=value, problem=error)
             mistakes.append(Mistake((entry.name,), text))
             value = entry.default if entry.default_factory is MISSING else entry.default_factory()
         object.__setattr__(section, entry.name, value)
@@ -198,24 +200,24 @@ class _Type(NamedTuple):
 
     kinds: Sequence[Any]
     """The types that the value may have."""
-    rules: Sequence[Rule]
+    requirements: Sequence[Requirement]
 
 
 def _types(section: type[Section]) -> dict[str, _Type]:
     found = {}
     for name, hint in get_type_hints(section, include_extras=True).items():
-        hint, *rules = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        found[name] = _Type(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,), rules)
+        hint, *requirements = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        found[name] = _Type(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,), requirements)
     return found
 
 
-def _checked(value: Any, kinds: Sequence[Any], rules: Sequence[Rule]) -> Any:
-    """The value as it is stored, converted to its type and then by the rules. Raises if one of them refuses it."""
+def _checked(value: Any, kinds: Sequence[Any], requirements: Sequence[Requirement]) -> Any:
+    """The value as it is stored, converted to its type and by its requirements. Raises if one of them refuses it."""
     if value is None and NoneType in kinds:
         return None
     value = _typed(value, kinds)
-    for rule in rules:
-        value = rule(value)
+    for requirement in requirements:
+        value = requirement(value)
     return value
 
 
@@ -253,40 +255,40 @@ def nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-# -- rules ------------------------------------------------------------------------------------------------------------
+# -- requirements -----------------------------------------------------------------------------------------------------
 
 
-def must(requirement: str, holds: Callable[[Any], bool]) -> Rule:
-    """A rule that refuses every value for which ``holds`` is false."""
+def must(text: str, holds: Callable[[Any], bool]) -> Requirement:
+    """A requirement that refuses every value for which ``holds`` is false."""
 
-    def rule(value: Any) -> Any:
+    def requirement(value: Any) -> Any:
         if not holds(value):
-            raise ValueError(f"must {requirement}")
+            raise ValueError(f"must {text}")
         return value
 
-    return rule
+    return requirement
 
 
-def whole(least: int) -> Rule:
-    """The rule for a count."""
+def whole(least: int) -> Requirement:
+    """The requirement for a count."""
     return must(f"be a whole number, at least {least}", lambda value: value >= least)
 
 
-def at_least(least: float) -> Rule:
-    """The rule for a lower bound."""
+def at_least(least: float) -> Requirement:
+    """The requirement for a lower bound."""
     return must(f"be at least {least}", lambda value: value >= least)
 
 
 positive = must("be a positive number", lambda value: 0 < value < math.inf)
 
 
-def list_of(words: str, *kinds: type) -> Rule:
-    """The rule for several values, stored as a tuple. One value alone counts as a list of one."""
+def list_of(words: str, *kinds: type) -> Requirement:
+    """The requirement for several values, stored as a tuple. One value alone counts as a list of one."""
 
-    def rule(value: Any) -> tuple[Any, ...]:
+    def requirement(value: Any) -> tuple[Any, ...]:
         values = (value,) if isinstance(value, kinds) else value
         if not isinstance(values, Sequence) or not all(isinstance(entry, kinds) for entry in values):
             raise ValueError(f"must be a list of {words}")
         return tuple(values)
 
-    return rule
+    return requirement

@@ -21,8 +21,8 @@ _moments = must("be torch.float32 or torch.bfloat16", lambda value: value in (to
 class Offload(Options):
     """Optimizer states and gradients live in host memory, and the host updates them (ZeRO-Offload).
 
-    ``offload="cpu"`` stands for ``Offload()``. Overlap changes no result: every option but ``delayed_update_after`` and
-    ``moments`` gives the values of a step that waits for the host.
+    ``offload="cpu"`` stands for ``Offload()``. Results are those of a step that waits for the host, except with
+    ``delayed_update_after``.
     """
 
     path = "offload."

@@ -312,11 +312,13 @@ class Config(Options):
             )
         if not offload.update_in_backward:
             return
-        excluded = {"clip_grad_norm": self.clip_grad_norm, "loss scaling (fp16)": precision.loss_scale}
-        for name, value in excluded.items():
+        for option, name, value in (
+            ("clip_grad_norm", "clip_grad_norm", self.clip_grad_norm),
+            ("precision", "loss scaling (fp16)", precision.loss_scale),
+        ):
             if value is not None:
                 yield Mistake(
-                    ("offload.update_in_backward", "clip_grad_norm" if name == "clip_grad_norm" else "precision"),
+                    ("offload.update_in_backward", option),
                     f"offload.update_in_backward updates before all gradients are known, so it excludes {name}; "
                     "leave one of them out",
                 )

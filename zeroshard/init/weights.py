@@ -44,7 +44,7 @@ EXACT = {
 NAMES_IN_A_MESSAGE = 5
 
 
-class Stored(NamedTuple):
+class DiskTensor(NamedTuple):
     """A tensor on disk."""
 
     file: Path
@@ -114,7 +114,7 @@ class Weights:
                     f"{first.name!r} and {other.name!r} are one tied weight in the model, but differ on disk"
                 )
 
-    def _check_fits(self, name: str, entry: Stored, tensor: Tensor) -> None:
+    def _check_fits(self, name: str, entry: DiskTensor, tensor: Tensor) -> None:
         if entry.shape != tuple(tensor.shape):
             shapes = f"{list(entry.shape)} in {entry.file.name}, {list(tensor.shape)} in the model"
             raise self._error(f"{name!r} has different shapes: {shapes}")
@@ -137,7 +137,7 @@ class _OpenFiles(ExitStack):
         super().__init__()
         self._open: dict[Path, Any] = {}
 
-    def elements(self, entry: Stored, slot: Slot, start: int, stop: int) -> Tensor:
+    def elements(self, entry: DiskTensor, slot: Slot, start: int, stop: int) -> Tensor:
         """A range of the elements of a slot, as a view of the mapped file: only copied elements are read from disk."""
         if entry.file not in self._open:
             self._open[entry.file] = self.enter_context(_mapped(entry.file))
@@ -161,7 +161,7 @@ def _mapped(file: Path) -> Iterator[Any]:
         yield mapped
 
 
-def _contents(path: Path) -> dict[str, Stored]:
+def _contents(path: Path) -> dict[str, DiskTensor]:
     """Every tensor at ``path``, by name: a folder as Hugging Face writes it, or one file."""
     if path.is_file():
         return _header(path)
@@ -197,19 +197,19 @@ def _index(path: Path) -> dict[str, str]:
     return dict(place_of)
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _header(file: Path) -> dict[str, DiskTensor]:
     try:
         with _mapped(file) as mapped:
             slices = {name: mapped.get_slice(name) for name in mapped.keys()}  # noqa: SIM118
             return {
-                name: Stored(file, name, tuple(entry.get_shape()), str(entry.get_dtype()))
+                name: DiskTensor(file, name, tuple(entry.get_shape()), str(entry.get_dtype()))
                 for name, entry in slices.items()
             }
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def _renamed(stored: dict[str, Stored], named: dict[str, Tensor], model: nn.Module) -> dict[str, Stored]:
+def _renamed(stored: dict[str, DiskTensor], named: dict[str, Tensor], model: nn.Module) -> dict[str, DiskTensor]:
     """Adds or removes the prefix of a base model: Hugging Face writes names with it for a model that has a head."""
     prefix = getattr(model, "base_model_prefix", None)
     if not isinstance(prefix, str) or not prefix or any(name in named for name in stored):

@@ -29,8 +29,8 @@ Moment = torch.cuda.Event | float
 """A point in time: an event on the device, or seconds by the host's clock."""
 
 
-class Waits(Protocol):
-    """Something that works in the background."""
+class BackgroundWork(Protocol):
+    """Work that goes on while the training thread does something else."""
 
     def wait(self) -> None:
         """Returns when all its work is done."""
@@ -144,10 +144,10 @@ class Trace:
 
 
 _active: Trace | None = None
-_sources: weakref.WeakSet[Waits] = weakref.WeakSet()
+_sources: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
 
 
-def wait_for(source: Waits) -> None:
+def wait_for(source: BackgroundWork) -> None:
     """From now on a trace waits for the work of ``source`` before it ends."""
     _sources.add(source)
 
