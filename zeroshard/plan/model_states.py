@@ -1,9 +1,9 @@
-"""The papers' memory formula for any stage, dtype and optimizer."""
+"""The papers' memory formula for model states, for any stage, dtype and optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -11,7 +11,7 @@ from ..config.offload import Offload
 from ..config.table import Extent, state_table
 
 STATES_SHARE = 0.7
-"""Model states may take this share of a device; the rest is for activations and buffers, where these are not known."""
+"""The share of a device that model states may take if activations and buffers are not known. The rest is for these."""
 
 STATE_TENSORS = {
     torch.optim.ASGD: 1,
@@ -26,19 +26,19 @@ STATE_TENSORS = {
     torch.optim.Rprop: 2,
     torch.optim.SGD: 0,
 }
-"""Tensors of a parameter's size that an optimizer keeps; options may add some. Unknown ones count as Adam."""
+"""State tensors of a parameter's size in each optimizer. Options may add some. Unknown optimizers count as Adam."""
 
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """Bytes of model states of a whole model, before they are divided among ranks."""
+    """Bytes of the model states of a whole model, not yet divided among ranks."""
 
     parameters: int
     gradients: int
     optimizer_states: int
 
     def on_device(self, offload: Offload | None) -> ModelStateBytes:
-        """What of it is on the device; of the rest, an N-th is on each rank's host."""
+        """The states that stay on the device. The host of each rank has an N-th of the others."""
         if offload is None:
             return self
         stays = 0.0 if offload.host_fraction == "auto" else 1 - offload.host_fraction
@@ -49,7 +49,7 @@ class ModelStateBytes:
         )
 
     def per_rank(self, stage: int, world: int) -> float:
-        """Bytes on one rank (ZeRO, section 5): each kind whole, or an N-th, as the stage's table says.
+        """Bytes on one rank (ZeRO, section 5): each kind is whole or an N-th, by the table of the stage.
 
         >>> psi = 7_500_000_000
         >>> [round(ModelStateBytes(2 * psi, 2 * psi, 12 * psi).per_rank(stage, 64) / 1e9, 1) for stage in range(4)]
@@ -68,15 +68,11 @@ class ModelStateBytes:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> float:
-    """Tensors of a parameter's size that an optimizer keeps, the mean of its groups."""
+    """State tensors of a parameter's size that an optimizer has: the mean over its groups."""
     base = STATE_TENSORS.get(type(optimizer), 2)
-    return _mean(base + _extra(group) for group in optimizer.param_groups)
+    return fmean(base + _extra(group) for group in optimizer.param_groups)
 
 
 def _extra(group: dict[str, object]) -> int:
+    """State tensors that options of a group add."""
     return sum(bool(group.get(option)) for option in ("momentum", "amsgrad", "centered"))
-
-
-def _mean(values: Iterable[float]) -> float:
-    collected = list(values)
-    return sum(collected) / len(collected)
