@@ -115,9 +115,8 @@ def transformer_activations(model: Transformer, setup: Setup) -> ActivationBytes
     # Head and loss: the last norm, and a softmax in fp32.
     ending = norm_input + norm + stream
     widened = 4 if width < 4 else 0  # bytes a logit of an fp32 copy
-    loss = (
-        max(width + widened + 4, 12) if ranks == 1 else width + 4
-    )  # divided logits (train/vocabulary.py) have one copy
+    # Divided logits (train/vocabulary.py) have one copy.
+    loss = max(width + widened + 4, 12) if ranks == 1 else width + 4
     early_table = table if model.tied else 0  # autograd waits for both gradients of a tied table and adds them
     first = tokens * model.hidden if habits.embedding_dropout else 0  # the mask of that dropout
     below = [first + number * checkpoint for number in range(model.layers + 1)]
@@ -126,9 +125,8 @@ def transformer_activations(model: Transformer, setup: Setup) -> ActivationBytes
         forward=(2 * stream, *(size + passing for size in below[1:])),
         loss=int(below[-1] + ending + loss * logits),
         backward=(
-            max(stream + 2 * table, 3 * table)
-            if model.tied
-            else stream + table,  # a tied table has two gradients, and their sum
+            # A tied table has two gradients, and their sum.
+            max(stream + 2 * table, 3 * table) if model.tied else stream + table,
             *(int(size + recomputed + stream + activation.backward_extra * mlp + early_table) for size in below[1:]),
         ),
         after_backward=(

@@ -174,23 +174,21 @@ class Foresight:
             rows += [self.row(stage, way) for way in ways if self._worthwhile(stage, way) and self._allowed(stage, way)]
         return sorted((row for row in rows if self.fits(row)), key=_change)
 
-    def instead(self, stage: int, offload: Offload | None, capacity: int | None, beside: int) -> str:
+    def instead(self, stage: int, offload: Offload | None, capacity: int | None, other: int) -> str:
         """Suggests settings that fit, after memory has run out in one.
 
-        ``capacity``: bytes of the device that can be used in all. ``beside``: bytes in use that were no model states.
+        ``capacity``: bytes of the device that can be used in all. ``other``: bytes in use that were no model states.
         """
         there, now = self.row(stage, _given(offload)), copy.copy(self)
         if capacity is not None:
-            states = capacity - (0 if self.counts_activations else beside)
+            states = capacity - (0 if self.counts_activations else other)
             now.room = Room(max(0, states), self.room.host, self.room.local_ranks, self.room.title, self.room.on_cpu)
             now.hardware = replace(self.hardware, device_memory=now.room.device)
             now.activations = None
         rows = [row for row in now.fitting() if row.budget.peak.total < there.budget.peak.total]
         told = now.suggestion(rows)
         if capacity is not None and not self.counts_activations:
-            told += (
-                f" {size_text(beside)} beside model states are counted for that; it may have been on the way to more."
-            )
+            told += f" This counts {size_text(other)} that are no model states; the run may have needed more of these."
         return told
 
     # -- what is said ---------------------------------------------------------------------------------------------

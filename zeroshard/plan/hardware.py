@@ -135,13 +135,13 @@ def _nodes(count: int, nodes: int | None, machine: Machine) -> int:
     found = nodes or math.ceil(count / machine.devices_per_node)
     if count % found and nodes is None:
         raise HardwareError(
-            f"--gpus {count}: nodes as of {machine.title} have {machine.devices_per_node} devices, which so many do "
-            f"not fill evenly; say how they are spread with --nodes"
+            f"--gpus {count}: a node of {machine.title} has {machine.devices_per_node} devices, so not all nodes are "
+            f"full; say how they are spread with --nodes"
         )
     if count % found:
-        raise HardwareError(f"--gpus {count} cannot be spread evenly over --nodes {found}; --gpus counts all nodes'")
+        raise HardwareError(f"--gpus {count}, of all nodes, cannot be spread evenly over --nodes {found}")
     if count // found > MOST_IN_A_NODE:
-        raise HardwareError(f"--gpus {count} on --nodes {found} are {count // found} a node; there is no such")
+        raise HardwareError(f"--gpus {count} on --nodes {found} are {count // found} a node; there is no such node")
     return found
 
 
@@ -158,7 +158,7 @@ def _check_numbers(gpus: int | None, nodes: int | None, gpu_memory: float | None
             unit = "is in GB, and " if "memory" in option else ""
             raise HardwareError(f"{option} {value:g}: {unit}nothing has more than {most:,.0f}")
     if gpus is not None and nodes is not None and nodes > gpus:
-        raise HardwareError(f"--nodes {nodes} of --gpus {gpus} in all leave some without any; --gpus counts all nodes'")
+        raise HardwareError(f"--nodes {nodes} is more than --gpus {gpus}, which counts the GPUs of all nodes")
 
 
 def _profile(name: str | None) -> Machine | None:

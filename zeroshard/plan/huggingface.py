@@ -114,9 +114,8 @@ def _gpt2(read: ConfigReader) -> Transformer:
         tied=read.flag("tie_word_embeddings", True),
         habits=Habits(
             activation=read.activation("activation_function", "gelu_new"),
-            cached_copies=2
-            if read.flag("use_cache", True)
-            else 0,  # keys and values; the storage of the queries contains all three
+            # Keys and values are copied; the storage of the queries contains all three.
+            cached_copies=2 if read.flag("use_cache", True) else 0,
             dropouts=2 * read.drops("resid_pdrop", 0.1),
             embedding_dropout=read.drops("embd_pdrop", 0.1),
         ),
@@ -150,8 +149,7 @@ def _qwen(read: ConfigReader) -> Transformer:
         hidden=read("hidden_size"),
         heads=read("num_attention_heads"),
         vocabulary=read("vocab_size"),
-        intermediate=read("intermediate_size")
-        // 2,  # in the first Qwen this number counts both halves of the gated MLP
+        intermediate=read("intermediate_size") // 2,  # the first Qwen counts both halves of the gated MLP
         gated=True,
         biases=False,
         tied=read.flag("tie_word_embeddings", False),

@@ -92,9 +92,7 @@ class KnownValues(compat.OperationMode):
 
     def _remember(self, empty: Tensor, value: Tensor) -> None:
         key, storage = compat.storage_key(empty), empty.untyped_storage()
-        if (
-            empty.device != META or key in self._storages
-        ):  # a view or a write in place: the value is already in the known storage
+        if empty.device != META or key in self._storages:  # after a view or a write in place the value is there already
             return
         elements = torch.empty(storage.nbytes() // empty.itemsize, dtype=empty.dtype, device=CPU)
         elements.as_strided(empty.shape, empty.stride(), empty.storage_offset()).copy_(value)

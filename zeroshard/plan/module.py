@@ -30,9 +30,8 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
     for parameter in model.parameters():
         dtype = config.precision.parameters or parameter.dtype
         sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
-    dtype = max(
-        sizes, key=lambda kind: sizes[kind]
-    )  # precision=None allows several; the one with most parameters counts
+    # precision=None allows several dtypes. The one with most parameters counts.
+    dtype = max(sizes, key=lambda kind: sizes[kind])
     names = {known: name for name, known in DTYPES.items()} | {torch.float64: "fp64"}
     return Setup(
         stage=0,
@@ -75,15 +74,9 @@ def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[ModuleTrace
         return plain, None, f"which are not traced in {setup.precision}"
     try:
         with torch.random.fork_rng(devices=[]):  # a trace leaves the random state as it was
+            twin, limit = _on_meta(model), config.max_unit_bytes
             traced = trace(
-                _on_meta(model),
-                config.example,
-                setup.precision,
-                batch=1,
-                sequence=1,
-                max_unit_bytes=config.max_unit_bytes,
-                chosen=config.units,
-                activations=activations,
+                twin, config.example, setup.precision, 1, 1, limit, chosen=config.units, activations=config.activations
             )
     except Exception as error:  # a forward may raise anything on a device without values
         return plain, None, f"for tracing {type(model).__name__} with example= failed ({error_text(error)})"

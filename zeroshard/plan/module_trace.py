@@ -53,9 +53,8 @@ class ModuleTrace:
             parameters=tuple(sum(flat.parameters for flat in unit.flats) for unit in self.units),
             trained=tuple(sum(flat.parameters for flat in unit.flats if flat.trained) for unit in self.units),
             forward=forward,
-            backward=max(0.0, self.backward_flops - 2 * root) / blocks
-            if blocks
-            else 2.0,  # a frozen root has no backward
+            # The backward of the root takes two of its forwards; that of a frozen root takes none, hence ``max``.
+            backward=max(0.0, self.backward_flops - 2 * root) / blocks if blocks else 2.0,
             written=(0.0, *self.forward_written[1:]),
             product=max(forward[1:] or forward) / BLOCK_FLOPS,
             logits=self.logits,

@@ -178,9 +178,8 @@ class RankMemory:
     def _backward(self) -> Iterator[Moment]:
         backward = self.units[::-1]
         sizes = {flats: sum(map(self.stashed, flats)) for flats in {unit.flats for unit in backward}}
-        stashed = list(accumulate((sizes[unit.flats] for unit in backward), initial=0))[
-            -2::-1
-        ]  # when the backward of each unit begins
+        # For each unit: the bytes of gradients at rest when its backward begins.
+        stashed = list(accumulate((sizes[unit.flats] for unit in backward), initial=0))[-2::-1]
         for number in reversed(self._peak_candidates):
             others = stashed[number] + sum(self._under_way(number))
             for moment in self._backward_of(number, others):

@@ -100,7 +100,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     if bars:
         console.print(legend)
     console.print(
-        f"room: beside what driver and allocator take; host GB: of one rank, whose part of the node is "
+        f"room: what stays free after driver and allocator; host GB: of one rank, whose part of the node is "
         f"{_gb(hardware.host_memory_per_rank)}"
         + ("; P_a: checkpoints\nthat model-parallel ranks gather in a step\n" if gathers else "\n"),
         highlight=False,

@@ -44,17 +44,6 @@ LAID_OUT = 3
 MOST_LAYERS = 1024
 """The largest number of blocks that are laid out. Each further block takes the average time of the second half."""
 
-COUNTING_ORDER = (
-    Resource.DEVICE,
-    Resource.THREAD,
-    Resource.HOST,
-    Resource.NETWORK,
-    Resource.NODE_LINKS,
-    Resource.PCIE_UP,
-    Resource.PCIE_DOWN,
-)
-"""If several resources are busy at once, the time counts for the first of them in this order."""
-
 
 class Bottleneck(Enum):
     """The part of a step that takes most time."""
@@ -175,7 +164,7 @@ class _Step:
             self._update()
             if _equal(before, left, SETTLED * (window.end - window.start)):
                 break
-        spent = self.timeline.exposed(window, *COUNTING_ORDER)
+        spent = self.timeline.exposed(window, *Resource)
         on_device = sum(self.costs.device_update)
         return StepTime(
             compute=spent[Resource.DEVICE] - on_device,
@@ -284,9 +273,9 @@ class _Step:
         landed = timeline.run(Resource.PCIE_DOWN, costs.down[unit], done, self.updated[unit])
         if self.delayed:
             self.ready[unit] = self._publish(unit, landed)
-        self.landed[unit] = (
-            timeline.run(Resource.HOST, costs.host_add[unit], landed) if costs.host_add[unit] else landed
-        )
+        if costs.host_add[unit]:
+            landed = timeline.run(Resource.HOST, costs.host_add[unit], landed)
+        self.landed[unit] = landed
         if self.offload.update_in_backward:
             self._update_on_host(unit, self.landed[unit])
 

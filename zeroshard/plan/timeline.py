@@ -8,21 +8,24 @@ from typing import NamedTuple
 
 
 class Resource(IntEnum):
-    """A part of a machine that does one thing at a time."""
+    """A part of a machine that does one thing at a time.
+
+    If several are busy at once, ``StepTime`` counts the time for the first of them in this order.
+    """
 
     DEVICE = 0
     THREAD = 1
     """The thread that drives the device."""
-    NODE_LINKS = 2
-    """The links between devices of a node."""
+    HOST = 2
+    """The cores that update on the host."""
     NETWORK = 3
     """The links between nodes."""
-    PCIE_DOWN = 4
-    """Copies from device to host."""
+    NODE_LINKS = 4
+    """The links between devices of a node."""
     PCIE_UP = 5
     """Copies from host to device."""
-    HOST = 6
-    """The cores that update on the host."""
+    PCIE_DOWN = 6
+    """Copies from device to host."""
 
 
 class Interval(NamedTuple):

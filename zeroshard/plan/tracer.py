@@ -310,9 +310,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         *batch, heads, rows, _ = query.shape
-        result = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(
-            -2, -3
-        )  # the memory layout of the kernels
+        result = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-2, -3)  # the kernels' layout
         sums = query.new_empty(*batch, heads, rows, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, sums)
         return result

@@ -27,9 +27,8 @@ def host_update_bytes(offload: Offload, width: int, moments: int = 2) -> int:
     >>> host_update_bytes(Offload(), 2), host_update_bytes(Offload(moments=torch.bfloat16, split_master=True), 2)
     (28, 18)
     """
-    master = (
-        6 if offload.split_master else 8
-    )  # read and written; the upper half of a split master is the published parameter
+    # The master is read and written. The upper half of a split master is the published parameter, which counts below.
+    master = 6 if offload.split_master else 8
     states = 2 * moments * (4 if offload.moments is torch.float32 else 2)
     return master + states + (2 * width if width == 2 else width)
 
