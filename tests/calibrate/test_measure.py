@@ -42,10 +42,10 @@ def test_a_measured_profile_loads_and_plans(here: Calibration, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_file_says_what_was_measured_and_what_was_kept(here: Calibration) -> None:
+def test_the_file_says_what_was_measured_and_what_was_taken_from_a_profile(here: Calibration) -> None:
     text = toml(here)
     assert "# measured" in text
-    assert "# kept from 'cpu'" in text
+    assert "# taken from 'cpu'" in text
 
 
 @pytest.mark.slow

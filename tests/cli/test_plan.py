@@ -310,7 +310,7 @@ def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "tiny", "--gpus", "0"], "--gpus 0: must be above 0"),
         (["--model", "tiny", "--gpus", "-8"], "--gpus -8: must be above 0"),
         (["--model", "tiny", "--gpus", "10", "--nodes", "4", "--gpu-memory", "32"], "evenly over --nodes 4"),
-        (["--model", "tiny", "--gpus", "2", "--nodes", "4", "--gpu-memory", "32"], "leave some without any"),
+        (["--model", "tiny", "--gpus", "2", "--nodes", "4", "--gpu-memory", "32"], "is more than --gpus 2"),
         (["--model", "tiny", "--gpus", "4096", "--nodes", "1", "--gpu-memory", "32"], "there is no such"),
         (["--model", "tiny", "--gpu-memory", "0"], "--gpu-memory 0: must be above 0"),
         (["--model", "tiny", "--gpu-memory", "32e9"], "is in GB"),

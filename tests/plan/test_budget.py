@@ -229,7 +229,7 @@ def test_no_peak_is_missed_in_the_midst_of_equal_blocks(stage: int, offload: Off
         ends, every = (
             RankMemory(setup, units_of(model, setup), transformer_activations(model, setup), 0, 0) for _ in range(2)
         )
-        every._looked_at = list(range(len(every.units)))
-        assert len(ends._looked_at) < len(every._looked_at)
+        every._peak_candidates = list(range(len(every.units)))
+        assert len(ends._peak_candidates) < len(every._peak_candidates)
         highest, found = (max(rank.moments(), key=lambda at: sum(at[1].values())) for rank in (every, ends))
         assert found == highest

@@ -1,30 +1,30 @@
-"""What the thread that drives a device needs for each unit, measured through the runtime itself."""
+"""Measures the seconds that the thread which drives a device needs to launch a unit, with the runtime itself."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..api import shard, synchronize
 from ..config.job import ModelConfig
 from ..config.offload import Offload
 from ..system import compat
 from ..train.gpt import GPT
+from .stopwatch import seconds_once
 from .update_probe import BusyHost
 
 DEPTHS = (4, 16)
-"""Blocks of the models that are timed; the difference is that of so many blocks."""
+"""Blocks of the two models that are timed. The difference of their times is the time of the additional blocks."""
 TURNS = 12
-"""Of two steps, the second of which counts."""
+"""Measurements of each model. A turn has two steps, and the second one is timed."""
 LEARNING = 2
-"""Turns that do not count: the first steps learn the order of units and make the optimizer's states."""
+"""First turns that do not count, because the first steps learn the order of units and make the optimizer's states."""
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
     "crowded": {},
@@ -32,14 +32,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload": "cpu"},
     "interrupted": {"checkpointing": True, "offload": Offload(update_in_backward=True)},
 }
+"""The ways to train that are timed, with their options. In the way "crowded" the host is busy at the same time."""
 
 
 def launch_seconds(device: torch.device, busy_host: BusyHost) -> dict[str, float]:
-    """What it takes to launch a unit: the runtime on models with next to nothing to compute, of two depths.
+    """Seconds to launch a unit: the runtime trains models of two depths that compute almost nothing.
 
-    All of them take a step in turn, and what one takes longer than another is the median of what it took longer in
-    each turn: a core that others use, too, is half as quick in one second as in the next. The crowded ones have the
-    host at work meanwhile.
+    All models take their steps in turn. The difference between two of them is the median over the turns, because a core
+    that other processes use too may be half as fast in one second as in the next.
     """
     steps = _in_turn(device, busy_host)
     alone = steps["alone"]
@@ -63,19 +63,19 @@ def launch_seconds(device: torch.device, busy_host: BusyHost) -> dict[str, float
         "launch.hand_over": [step.update for step in steps["offloaded"]],
         "launch.host": [step.update + step.host for step in steps["offloaded"]],
     }
-    if "divided" in steps:  # two gathers and a reduce
+    if "divided" in steps:  # a step of stage 3 has two gathers and a reduce for each unit
         found["launch.communicate"] = [seconds / 3 for seconds in longer("divided")]
     return {key: max(0.0, statistics.median(values)) for key, values in found.items()}
 
 
 class Launches(NamedTuple):
-    """Seconds of the driving thread for one unit in one step, and what that step took whatever it had."""
+    """Seconds of the driving thread in one step: for each unit, and once for the step (``fixed``)."""
 
     forward: float
     backward: float
     update: float
     host: float
-    """What the host's threads take when this one is through with the update."""
+    """Seconds of the host's threads after the driving thread has finished its part of the update."""
     fixed: float
 
     @property
@@ -84,7 +84,7 @@ class Launches(NamedTuple):
 
 
 def _in_turn(device: torch.device, busy_host: BusyHost) -> dict[str, list[Launches]]:
-    """The steps of every way to train, that of one rank of eight among them where no real ranks would be asked."""
+    """Steps of every way to train. Without a process group also those of one rank of eight, alone, in stage 3."""
     probes = {way: _probes(device, **options) for way, options in WAYS.items()}
     if dist.is_initialized():
         return _steps(probes, busy_host)
@@ -111,7 +111,7 @@ def _steps(probes: dict[str, tuple[_Probe, ...]], busy_host: BusyHost) -> dict[s
 
 
 class _Probe:
-    """A model with next to nothing to compute."""
+    """A model that computes almost nothing."""
 
     def __init__(self, device: torch.device, layers: int, *, checkpointing: bool = False, **options: Any) -> None:
         shape: dict[str, Any] = {"hidden": 64, "heads": 1, "sequence": 16, "vocabulary": 64}
@@ -124,29 +124,18 @@ class _Probe:
         self._tokens = torch.zeros(1, config.sequence, dtype=torch.long, device=device)
 
     def turn(self) -> list[float]:
-        """Seconds of forward, backward, update and what is left of it to the host."""
+        """Seconds of forward, backward, update, and of the host's work after the update."""
         self._step()
         synchronize(self._model)
-        taken = self._step()
-        begin = time.perf_counter()
-        synchronize(self._model)
-        return [*taken, time.perf_counter() - begin]
+        return [*self._step(), self._timed(lambda: synchronize(self._model))]
 
     def _step(self) -> list[float]:
-        taken: list[float] = []
+        losses: list[Tensor] = []
+        forward = self._timed(lambda: losses.append(self._model(self._tokens, self._tokens)))
+        return [forward, self._timed(losses[0].backward), self._timed(self._update)]
 
-        def timed(work: Callable[[], Any]) -> Any:
-            begin = time.perf_counter()
-            result = work()
-            if self._tokens.is_cuda:
-                torch.cuda.synchronize(self._tokens.device)
-            taken.append(time.perf_counter() - begin)
-            return result
-
-        loss = timed(lambda: self._model(self._tokens, self._tokens))
-        timed(loss.backward)
-        timed(self._update)
-        return taken
+    def _timed(self, work: Callable[[], object]) -> float:
+        return seconds_once(work, self._tokens.device)
 
     def _update(self) -> None:
         self._optimizer.step()

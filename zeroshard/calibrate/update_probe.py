@@ -1,29 +1,31 @@
-"""An update on the host as the runtime has it, of nobody's parameters: to be timed, or to be worked beside."""
+"""The update of the host on made-up parameters: to measure its time, or to make the host busy."""
 
 from __future__ import annotations
 
 import threading
-import time
 from types import TracebackType
 
 import torch
 
+from ..config.offload import Offload
 from ..offload.kernel import AdamRule, Pool, Segment
 from ..offload.pinned import Block
 from ..offload.pipeline import default_threads
+from ..plan.unit_costs import host_update_bytes
+from .stopwatch import seconds_once
 
 RULE = AdamRule(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, step=100)
-BYTES = 28
-"""Traffic in host memory for each parameter."""
+UPDATE_BYTES = host_update_bytes(Offload(), width=2)
+"""Bytes of traffic in host memory for each parameter: 28."""
 
 
 class UpdateProbe:
-    """Adam on masters and moments in fp32, gradients and parameters in bf16."""
+    """An Adam update: masters and moments in fp32, gradients and parameters in bf16."""
 
     def __init__(self, device: torch.device, parameters: int) -> None:
-        arena = Block(14 * parameters, pinned=False)  # the memory that states live in
-        gradient = arena.take(parameters, torch.bfloat16).fill_(0.01)
-        master, first, second = (arena.take(parameters, torch.float32).fill_(0.01) for _ in range(3))
+        block = Block(14 * parameters, pinned=False)  # the kind of memory that states live in
+        gradient = block.take(parameters, torch.bfloat16).fill_(0.01)
+        master, first, second = (block.take(parameters, torch.float32).fill_(0.01) for _ in range(3))
         segment = Segment(
             gradient=gradient, master=master, parameter=gradient, moments=(first, second), rule=None, key=0, start=0
         )
@@ -41,32 +43,30 @@ class UpdateProbe:
 
 
 class BusyHost:
-    """Inside it, another thread runs an update over and over, on all the cores that the host updates with."""
+    """A context in which a second thread repeats an update, on all cores that the host updates with."""
 
     def __init__(self, update: UpdateProbe) -> None:
         self._update = update
-        self._wanted = False
+        self._repeats = False
         self._thread = threading.Thread()
         self._error: BaseException | None = None
         self.taken: list[float] = []
-        """Seconds of each update so far."""
+        """Seconds of each finished update."""
 
     def __enter__(self) -> None:
-        self._wanted = True
+        self._repeats = True
         self._thread = threading.Thread(target=self._repeat, daemon=True)
         self._thread.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._wanted = False
+        self._repeats = False
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def _repeat(self) -> None:
         try:
-            while self._wanted:
-                begin = time.perf_counter()
-                self._update.run()
-                self.taken.append(time.perf_counter() - begin)
-        except BaseException as error:  # raised where it is waited for
+            while self._repeats:
+                self.taken.append(seconds_once(self._update.run, torch.device("cpu")))
+        except BaseException as error:  # ``__exit__`` raises it
             self._error = error

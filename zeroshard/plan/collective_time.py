@@ -1,6 +1,7 @@
-"""Collectives among the devices of a machine: latency · steps + bytes / bandwidth, in rings.
+"""The time of collectives in rings: latency · steps + bytes / bandwidth.
 
-A group that spans nodes is bound by what its nodes send, which it shares with the other groups of those nodes.
+If a group spans nodes, the links between nodes bound it. The group shares these links with the other groups of its
+nodes.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from .timeline import Resource
 
 @dataclass(frozen=True)
 class CollectiveRing:
-    """The ranks of one collective, and what they share."""
+    """The ranks of a collective, and the links that they use."""
 
     resource: Resource
     ranks: int
     bandwidth: float
-    """Bytes a second each way."""
+    """Bytes a second in each direction."""
     latency: float
-    """Seconds of one pass around, whatever it moves."""
+    """Seconds of one pass around the ring, for messages of any size."""
 
     def seconds(self, size: float, passes: int = 1) -> float:
-        """Of an all-gather or reduce-scatter of ``size`` bytes in all; an all-reduce passes twice."""
+        """Seconds of an all-gather or reduce-scatter of ``size`` bytes in all. An all-reduce has two passes."""
         if self.ranks == 1:
             return 0.0
         return passes * (self.latency + size * (self.ranks - 1) / self.ranks / self.bandwidth)
 
 
 def ring(machine: Machine, ranks: int, stride: int) -> CollectiveRing:
-    """A group of every ``stride``-th device: 1 for model parallelism, its degree for data parallelism."""
+    """The ring of every ``stride``-th device.
+
+    The stride is 1 for model-parallel ranks, and the degree of model parallelism for data-parallel ranks.
+    """
     a_node = machine.devices_per_node
     here = max(1, a_node // stride)
     if ranks <= here:

@@ -1,6 +1,6 @@
-"""Transformers from a Hugging Face ``config.json``: which numbers make each family's shape, and what is refused.
+"""Reads the shape of a transformer from a Hugging Face ``config.json``, for the known model families.
 
-Weights are not read, and transformers itself is not needed.
+Weights are not read, and the package ``transformers`` is not needed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from ..config.checks import nearest
 from .shape import MOST_LAYERS, Activation, Habits, ModelError, Transformer
 
 MOST = 1 << 31
-"""The largest number that a size may be."""
-
+"""The largest value of a size."""
 
 REMEDY = "Any other is planned from a function that builds it: --model module:factory"
 
@@ -31,17 +30,18 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "quick_gelu": Activation(saved=3, forward_peak=3, backward_extra=2, written=3),
     "relu2": Activation(saved=2, forward_peak=3, backward_extra=3, written=2),
 }
-"""How transformers writes those that its configurations name."""
+"""The activation functions that configurations name, as the package ``transformers`` computes them."""
 
 
 class ConfigReader:
-    """Reads values from a configuration, and names those that are missing or cannot be."""
+    """Reads values from a configuration, and collects the missing and the wrong ones."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self.missing: list[str] = []
+        """Keys that are missing or whose values are of a wrong kind."""
         self.wrong: list[str] = []
-        """Sentences about values that are there but contradict others."""
+        """Sentences about values that are unknown or contradict each other."""
 
     def __call__(self, key: str, most: int = MOST) -> int:
         return self.optional(key, most, missing=True) or 1
@@ -59,7 +59,7 @@ class ConfigReader:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A missing one is the default; null is false, as transformers has it."""
+        """True or false. A missing key gives the default; null is false, as in ``transformers``."""
         value = self._values.get(key, default)
         if value is not None and not isinstance(value, bool):
             self.missing.append(f"{key} (true or false, not {value!r})")
@@ -76,7 +76,7 @@ class ConfigReader:
         return ACTIVATIONS[name]
 
     def drops(self, key: str, default: float) -> bool:
-        """Whether a dropout does anything."""
+        """True if this dropout is above 0."""
         value = self._values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             self.missing.append(f"{key} (a number from 0 to 1, not {value!r})")
@@ -84,21 +84,21 @@ class ConfigReader:
         return value > 0
 
     def heads_of_keys(self, key: str, heads: int) -> int | None:
-        """Those of keys and values, each for as many heads of queries."""
+        """The number of key and value heads. It must divide the number of query heads."""
         found = self.optional(key)
         if found is not None and heads % found:
             self.wrong.append(f"{key} {found} must divide the {heads} heads that share them")
         return found
 
     def check_equal(self, key: str, other: str, why: str) -> None:
-        """Refuses a configuration where two sizes differ."""
+        """Refuses a configuration in which two sizes differ."""
         value, expected = self.optional(key), self.optional(other)
         if value is not None and value != expected:
             self.wrong.append(f"{key} {value} differs from {other} {expected}: {why}")
 
     @property
     def problems(self) -> str:
-        """What is wrong, or nothing."""
+        """All that is wrong, as one text; empty if nothing is wrong."""
         needs = [f"needs {', '.join(dict.fromkeys(self.missing))}"] if self.missing else []
         return "; ".join([*needs, *self.wrong])
 
@@ -114,7 +114,8 @@ def _gpt2(read: ConfigReader) -> Transformer:
         tied=read.flag("tie_word_embeddings", True),
         habits=Habits(
             activation=read.activation("activation_function", "gelu_new"),
-            cached_copies=2 if read.flag("use_cache", True) else 0,  # keys and values; the queries hold all three
+            # Keys and values are copied; the storage of the queries contains all three.
+            cached_copies=2 if read.flag("use_cache", True) else 0,
             dropouts=2 * read.drops("resid_pdrop", 0.1),
             embedding_dropout=read.drops("embd_pdrop", 0.1),
         ),
@@ -132,7 +133,7 @@ def _llama(read: ConfigReader) -> Transformer:
         vocabulary=read("vocab_size"),
         intermediate=read("intermediate_size"),
         gated=True,
-        biases=False,  # the few that Qwen 2 has in its attention are below a ten-thousandth
+        biases=False,  # Qwen 2 has a few in its attention, less than a ten-thousandth of all parameters
         tied=read.flag("tie_word_embeddings", False),
         habits=Habits(activation=read.activation("hidden_act", "silu")),
     )
@@ -165,7 +166,7 @@ def _gpt_neox(read: ConfigReader) -> Transformer:
         tied=read.flag("tie_word_embeddings", False),
         habits=Habits(
             activation=read.activation("hidden_act", "gelu"),
-            copies=3,  # of the result; and the values hold all three
+            copies=3,  # the result, and the storage of the values, which contains all three
             cached_copies=1 if read.flag("use_cache", True) else 3,
             one_input=read.flag("use_parallel_residual", True),
             dropouts=2 * read.drops("hidden_dropout", 0.0),
@@ -200,19 +201,19 @@ HUGGINGFACE: Mapping[str, Callable[[ConfigReader], Transformer]] = {
     "qwen2": _llama,
     "qwen3": _qwen3,
 }
-"""How the configuration of each model type is read."""
+"""By model type: the function that reads its configuration."""
 
 
 class Architecture(NamedTuple):
-    """What a configuration says."""
+    """The content of a configuration."""
 
     transformer: Transformer
     longest: int | None
-    """The longest sequence it takes, if that is limited."""
+    """The longest sequence that the model takes; None without a limit."""
 
 
 def architecture(kind: str, read: ConfigReader) -> Architecture:
-    """The shape of a known model type; what is wrong with it is in ``read.problems``."""
+    """The shape of a known model type. ``read.problems`` then says what is wrong with it."""
     model = HUGGINGFACE[kind](read)
     if not read.missing and model.head_width is None and model.hidden % model.heads:
         read.wrong.append(f"{model.heads} heads do not divide a hidden size of {model.hidden}")
@@ -220,7 +221,7 @@ def architecture(kind: str, read: ConfigReader) -> Architecture:
 
 
 def read_config(file: Path) -> Architecture:
-    """A model from its ``config.json``."""
+    """Reads a ``config.json``."""
     try:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -244,7 +245,7 @@ def read_config(file: Path) -> Architecture:
 
 
 def _name(file: Path, values: Mapping[str, Any]) -> str:
-    """What the model was loaded by, the folder's name, or the architecture's."""
+    """The name of a model: the name it was loaded by, the folder's name, or the architecture's name."""
     given = values.get("_name_or_path")
     if isinstance(given, str) and given.strip(" ./"):
         return Path(given).name if given.startswith(("/", ".", "~")) else given.strip()

@@ -1,4 +1,4 @@
-"""Models to plan for: a preset or a configuration of ours, a Hugging Face ``config.json``, or a module of yours."""
+"""Finds the model of a plan: a preset, a TOML configuration, a Hugging Face ``config.json``, or a user's module."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .shape import MOST_LAYERS, ModelError, Setup, Transformer
 
 @dataclass(frozen=True)
 class Subject:
-    """What a plan is asked about, and what its source says about how to train it."""
+    """The model of a plan, with the training settings that its source contains."""
 
     name: str
     transformer: Transformer | None
-    """None for a module that is to be traced."""
+    """None for a module of the user, which is traced."""
     factory: Factory | None = None
     batch: int = 1
     sequence: int = 1024
     longest: int | None = None
-    """The longest sequence it takes, if that is limited."""
+    """The longest sequence that the model takes; None without a limit."""
     checkpointing: bool = True
     model_parallel: int = 1
     activations: Activations | None = None
     shard: Mapping[str, object] = field(default_factory=dict)
-    """Options of ``shard()`` as a configuration has them."""
+    """Options of ``shard()`` from the configuration."""
     preset: str | None = None
-    """What ``zeroshard train`` calls it."""
+    """The name of the model for ``zeroshard train``."""
 
     def model(self, setup: Setup) -> Transformer | ModuleTrace:
-        """It as the plan takes it; a module is traced once for each batch, sequence and precision."""
+        """The model in the form that the plan needs. A module is traced once for each batch, sequence and precision."""
         if self.transformer is not None:
             return self.transformer
         assert self.factory is not None
@@ -47,7 +47,7 @@ class Subject:
 
 
 def find_model(source: str) -> Subject:
-    """Reads ``--model``.
+    """Finds the model that ``--model`` names.
 
     >>> find_model("zero-1.5b").transformer.layers
     48
@@ -85,7 +85,7 @@ def find_model(source: str) -> Subject:
 
 
 def from_config(config: ModelConfig, name: str = "") -> Transformer:
-    """Our own GPT.
+    """The GPT of ``zeroshard train``.
 
     >>> config = ModelConfig(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=50257)
     >>> from_config(config).parameters == config.parameters
@@ -103,18 +103,18 @@ def from_config(config: ModelConfig, name: str = "") -> Transformer:
 
 
 TOLERANCE = 0.02
-"""How far the parameters of a module may be from those of its description, relative to them."""
+"""The largest relative difference between the parameters of a module and those of its description."""
 
 
 def from_huggingface(file: Path) -> Subject:
-    """A model from its ``config.json``. Weights are not read."""
+    """The model of a ``config.json``. Weights are not read."""
     model, longest = read_config(file)
     sequence = min(1024, longest) if longest else 1024
     return Subject(model.name, model, sequence=sequence, longest=longest)
 
 
 def describe(module: nn.Module) -> Transformer | None:
-    """The shape of a module that is one of ours or of the kinds above, all of it trained; None for any other."""
+    """The shape of a GPT of ours or of a known Hugging Face model, if all its parameters are trained; else None."""
     config: Any = getattr(module, "config", None)
     found: Transformer | None = None
     if isinstance(config, ModelConfig):

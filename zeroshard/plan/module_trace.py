@@ -1,4 +1,4 @@
-"""A module of any kind as the plan takes it: what a trace has found."""
+"""The result of tracing a module of any kind: its units, activations and FLOPs."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from .shape import Setup, Transformer, Work
 from .units import UnitShape, transformer_units
 
 BLOCK_FLOPS = 24
-"""Of a transformer block's forward, in multiply-adds of one of its products (tokens · hidden²)."""
+"""FLOPs of the forward of a transformer block, divided by tokens · hidden², the multiply-adds of one product."""
 
 
 @dataclass(frozen=True)
 class ModuleTrace:
-    """A model that was traced rather than described: its units and activations for one width, batch and sequence."""
+    """A model known from a trace, for one precision, batch and sequence."""
 
     name: str
     units: tuple[UnitShape, ...]
     buffers: int
     activations: ActivationBytes
     forward_flops: tuple[float, ...] = ()
-    """By unit; nothing if they are not known."""
+    """By unit; empty if they are not known."""
     forward_written: tuple[float, ...] = ()
-    """Elements of activations, by unit."""
+    """Elements of activations that forward writes, by unit."""
     backward_flops: float = 0.0
     logits: float = 0.0
-    """Elements that its cross-entropy passes over."""
+    """Elements in the input of the cross-entropy."""
     recomputes: bool = False
-    """Whether blocks are recomputed in backward, by the module itself or by ``shard(activations=...)``."""
+    """True if blocks are recomputed in backward, by the module itself or by ``shard(activations=...)``."""
     checkpoints: int = 0
-    """Bytes of what ``shard(activations=...)`` keeps of all blocks."""
+    """Bytes of the checkpoints of all blocks, with ``shard(activations=...)``."""
     tokens_known: bool = True
-    """Whether it is given so many sequences of so many tokens; if not, so many samples of some kind."""
+    """True if inputs are sequences of tokens; False if they are samples of another kind."""
 
     @property
     def parameters(self) -> int:
@@ -41,9 +41,9 @@ class ModuleTrace:
 
     @property
     def work(self) -> Work | None:
-        """What its times follow from.
+        """The work that times follow from; None if FLOPs are not known.
 
-        Its products are taken to be those of a transformer block that has as many FLOPs as its largest unit.
+        The size of a typical product is that of a transformer block with as many FLOPs as the largest unit.
         """
         forward = self.forward_flops
         if not sum(forward):
@@ -53,7 +53,8 @@ class ModuleTrace:
             parameters=tuple(sum(flat.parameters for flat in unit.flats) for unit in self.units),
             trained=tuple(sum(flat.parameters for flat in unit.flats if flat.trained) for unit in self.units),
             forward=forward,
-            backward=max(0.0, self.backward_flops - 2 * root) / blocks if blocks else 2.0,  # a frozen root has none
+            # The backward of the root takes two of its forwards; that of a frozen root takes none, hence ``max``.
+            backward=max(0.0, self.backward_flops - 2 * root) / blocks if blocks else 2.0,
             written=(0.0, *self.forward_written[1:]),
             product=max(forward[1:] or forward) / BLOCK_FLOPS,
             logits=self.logits,

@@ -1,8 +1,9 @@
-"""The claims of the two papers beside what this plan says of them (ZeRO, arXiv 1910.02054; ZeRO-Offload, 2101.06840).
+"""The claims of the two papers next to the numbers of this plan (ZeRO, arXiv 1910.02054; ZeRO-Offload, 2101.06840).
 
-The machine is ``machines/v100.toml``. Three of its numbers are fitted, each to one claim, which is marked; whatever
-else is measured in the papers is foreseen, and the error of each is shown. Speeds are of this runtime's schedule, which
-hides more than the papers' did. Where the batch of a speed is not known, the largest that fits is taken.
+The machine is ``machines/v100.toml``. Three of its numbers are fitted, each to one claim, and these claims are marked.
+All other measurements of the papers are predicted, and the error of each is shown. Speeds are those of this runtime's
+schedule, which overlaps more than the papers' schedule. If the batch of a speed is not known, the largest batch that
+fits is taken.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from .unit_costs import host_update_bytes
 
 
 class Kind(Enum):
-    """Where a claim comes from."""
+    """The kind of a claim."""
 
     THEORY = "formula"
     MEASURED = "measured"
     FITTED = "fitted"
     REACHED = "reached"
-    """Something that was done, so that ours must be at least as much."""
+    """The paper did this, so our number must be at least as large."""
 
 
 @dataclass(frozen=True)
 class PaperClaim:
-    """A number that a paper prints, and ours."""
+    """A number that a paper prints, and our number."""
 
     source: str
     about: str
@@ -55,7 +56,7 @@ class PaperClaim:
 
     @property
     def error(self) -> float:
-        """Of ours, relative to what is printed; 0 for what was to be reached and is."""
+        """The relative error of our number; 0 for a ``REACHED`` claim that we reach."""
         if self.kind is Kind.REACHED and self.ours >= self.printed:
             return 0.0
         return self.ours / self.printed - 1
@@ -174,7 +175,7 @@ def _lowest_degree(model: Transformer, gpus: int, stage: int, residual: Residual
 
 
 CONFIGURATIONS = {
-    # stage, what of ZeRO-R, billions of the largest model, GB cached at most with 40B
+    # stage, parts of ZeRO-R, billions of the largest model, maximum of GB cached with 40B
     "C1": (1, Residual(partitioned=False), 40, 29.5),
     "C2": (1, Residual(), 60, 24.0),
     "C3": (2, Residual(partitioned=False), 50, 25.3),
@@ -209,7 +210,7 @@ ZERO_RUNS = {
 }
 SUPER_LINEAR = {64: 25.6, 128: 37.6, 256: 39.1, 400: 36.6}
 WITHOUT_MP = {
-    # size: (layers, hidden) of that size, TFLOPS; the paper's own shapes of this figure are not printed
+    # size: (layers, hidden), TFLOPS; the paper does not print the shapes of this figure, so these are ours
     1.5: ((48, 1600), 40.4),
     2.5: ((54, 1920), 42.0),
     4: ((64, 2304), 43.6),
@@ -239,7 +240,7 @@ STAGE_2_SCALING = {32: 29.9, 64: 34.2, 128: 39.7}
 DELAYED = {2: (27.0, 31.4), 6: (29.4, 36.5), 8: (34.5, 37.8), 10: (34.7, 39.0)}
 CPU_ADAM = {1: 0.22, 2: 0.51, 4: 1.03, 8: 2.41, 10: 2.57}
 FITTED = {"10B on 1 GPU, offload", "13B on 1 GPU, offload", "100B on 400, Megatron-LM"}
-"""Claims that a number of the profile was fitted to: efficiency, half_work, and the bandwidth between nodes."""
+"""The claims that three numbers of the profile are fitted to: efficiency, half_work, bandwidth between nodes."""
 
 
 def _speed(source: str, about: str, printed: float, time: StepTime, note: str = "") -> PaperClaim:
@@ -284,7 +285,7 @@ def _zero_speeds(machine: Machine) -> Iterator[PaperClaim]:
 
 
 def _offload_speeds(machine: Machine) -> Iterator[PaperClaim]:
-    # The papers' host update ended before the next forward began.
+    # In the papers the host update ended before the next forward began.
     waiting = Offload(blocking=True)
 
     def setup(gpus: int, batch: int, offload: Offload | None) -> Setup:
@@ -329,6 +330,6 @@ def table(machine: Machine | None = None) -> list[PaperClaim]:
 
 
 def mean_error(claims: list[PaperClaim]) -> float:
-    """Of what the papers measured and nothing was fitted to; formulas, which are exact, are left out."""
+    """The mean error of measured claims, without fitted claims and without formulas, which are exact."""
     errors = [abs(claim.error) for claim in claims if claim.kind is Kind.MEASURED]
     return sum(errors) / len(errors)

@@ -1,4 +1,4 @@
-"""What one rank has of every flat, and whose states are on its host."""
+"""The units of a model on one rank: the rank's range of every flat, and which states are on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .shape import Setup
 from .units import FlatShape, UnitShape
 
 FP32 = 4
-"""Bytes of an element of accumulators and moments."""
+"""Bytes of one element of accumulators and moments."""
 
 
 class RankFlat(NamedTuple):
@@ -22,9 +22,9 @@ class RankFlat(NamedTuple):
     whole: int
     shard: int
     own: int
-    """The range this rank updates."""
+    """Elements of the range that this rank updates."""
     on_host: bool
-    """Whether its states live there."""
+    """True if the optimizer states of this flat are on the host."""
 
 
 class RankUnit(NamedTuple):
@@ -43,14 +43,14 @@ class RankUnit(NamedTuple):
 
 
 def place(setup: Setup, units: Sequence[UnitShape]) -> list[RankUnit]:
-    """A rank's ranges of all flats, and whose states are on the host."""
+    """Gives every flat of a rank its range, and its optimizer states a place."""
     table, world = state_table(setup.stage, setup.world, setup.offload), setup.world
     divided = table.optimizer.extent is Extent.SHARD
 
     def own(flat: FlatShape) -> int:
         return flat.shard(world) if divided else flat.numel(world)
 
-    @cache  # most units are equal
+    @cache  # most units are equal, so this is computed once
     def trained(flats: tuple[FlatShape, ...]) -> int:
         return sum(own(flat) for flat in flats if flat.trained)
 
@@ -66,18 +66,19 @@ def place(setup: Setup, units: Sequence[UnitShape]) -> list[RankUnit]:
 
 
 def host_share(units: Sequence[RankUnit]) -> float:
-    """Of the elements that this rank updates, those whose states are on its host."""
+    """The share of the elements updated by this rank whose states are on the host."""
     trained = [flat for unit in units for flat in unit.trained]
     return sum(flat.own for flat in trained if flat.on_host) / sum(flat.own for flat in trained)
 
 
 def _stay(setup: Setup, sizes: Sequence[int], units: Sequence[UnitShape]) -> list[bool]:
+    """For each unit, whether its optimizer states stay on the device."""
     offload = setup.offload
     if offload is None:
         return [True] * len(sizes)
     if offload.host_fraction != "auto":
         return stay_on_device(sizes, offload.host_fraction)
-    if offload.device_memory is None:  # decided by what is free when it starts
+    if offload.device_memory is None:  # the start of the job decides, by the memory that is free then
         return [False] * len(sizes)
     sharded = state_table(setup.stage, setup.world, offload).parameters.extent is Extent.SHARD
     elements = sum(

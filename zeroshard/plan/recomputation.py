@@ -1,7 +1,7 @@
-"""Blocks of a traced module that are recomputed in backward, as ``shard(activations=...)`` does it.
+"""Recomputes the blocks of a traced module in backward, as ``shard(activations=...)`` does.
 
-The same order of events as in ``activations/checkpoint.py`` and ``activations/kept.py``, so that the trace sees what is
-alive; what waits on the host is not there meanwhile, and only its size is known.
+The order of events is that of the ``recompute`` room, so the trace sees the same tensors alive. A checkpoint on the
+host does not exist in the trace until it comes back; only its size is counted.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Recomputation:
     def __init__(self, options: Activations) -> None:
         self.options = options
         self.bytes = 0
-        """Of all checkpoints."""
+        """Bytes of all checkpoints."""
         self.on_host = 0
-        """Of the memory that they take there."""
+        """Bytes of host memory that the checkpoints take."""
         self.leaving: deque[Tensor] = deque(maxlen=ON_THEIR_WAY)
-        """What is held until it has left for the host."""
+        """Checkpoints whose copies to the host are not finished."""
         self._last: weakref.ref[_Call] | None = None
 
     @contextmanager
-    def of(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, these are recomputed."""
+    def recompute(self, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """In this context, backward recomputes these blocks."""
         own = [vars(block).get("forward") for block in blocks]
         for block in blocks:
             block.forward = self._recomputed(block.forward)
@@ -72,26 +72,26 @@ class Recomputation:
 
 
 class _Call:
-    """One call of a block: what is kept of its inputs."""
+    """One call of a block, with the checkpoints of its inputs."""
 
     def __init__(self, all_: Recomputation, arguments: Any, previous: _Call | None) -> None:
         self._all, self._previous = all_, None if previous is None else weakref.ref(previous)
-        kept: dict[int, _Checkpoint] = {}
+        checkpoints: dict[int, _Checkpoint] = {}
 
         def put(value: Tensor) -> Any:
             if not value.is_floating_point() or not value.requires_grad or value.is_leaf:
                 return value
-            if id(value) not in kept:
-                kept[id(value)] = _Checkpoint(value, all_)
-            return kept[id(value)]
+            if id(value) not in checkpoints:
+                checkpoints[id(value)] = _Checkpoint(value, all_)
+            return checkpoints[id(value)]
 
         self._arguments = map_tensors(put, arguments)
-        self._kept = list(kept.values())
+        self._checkpoints = list(checkpoints.values())
 
     def fetch(self, ahead: int) -> None:
-        """Brings the inputs back, and those of so many calls before."""
-        for kept in self._kept:
-            kept.fetch()
+        """Brings the inputs back, and those of ``ahead`` earlier calls."""
+        for one in self._checkpoints:
+            one.fetch()
         previous = None if self._previous is None else self._previous()
         if ahead and previous is not None:
             previous.fetch(ahead - 1)
@@ -99,12 +99,12 @@ class _Call:
     def take(self) -> Any:
         self._all.leaving.clear()
         self.fetch(self._all.options.prefetch)
-        taken = {kept: kept.take() for kept in self._kept}
+        taken = {one: one.take() for one in self._checkpoints}
         return map_leaves(_Checkpoint, taken.__getitem__, self._arguments)
 
 
 class _Checkpoint:
-    """A tensor that is there again when it is needed."""
+    """A tensor that is stored from forward to backward, on the device or on the host."""
 
     def __init__(self, tensor: Tensor, all_: Recomputation) -> None:
         there = tensor.detach()

@@ -1,17 +1,19 @@
-"""How long a step takes and what it waits for: the runtime's schedule, laid out on the lanes of a machine.
+"""How long a step takes and what it waits for: the runtime's schedule, laid out on the resources of a machine.
 
-What overlaps with what is what the runtime does (DESIGN: "The life of a unit"):
+The overlap is that of the runtime:
 
-- Stage 0 reduces (all-reduce) behind backward alone; stages 1 and 2 reduce behind backward and publish updated
-  parameters behind the next forward; stage 3 gathers behind forward and backward, ``prefetch`` units ahead, and reduces
-  behind backward. The update begins when all is reduced, for the norm.
-- Offload: gradients go down behind backward; the host updates in the order in which forward needs units, and forward
-  waits for each. Updating in backward begins as a gradient lands; a delayed update has until that unit's next gradient.
-- Tensor parallelism hides nothing: its all-reduces stand between two products.
-- One thread launches all that the device does, and is ahead of it by as much as the device's queue holds. It waits
-  for the host where that has parameters to send or no room for a gradient, and is slower while the host updates.
-- Checkpoints that are divided among model-parallel ranks (P_a) or on the host (P_a+cpu): down behind forward, up and
-  gathered behind backward (``checkpoint_time``).
+- Stage 0 reduces (all-reduce) during backward. Stages 1 and 2 reduce during backward, and publish updated parameters
+  during the next forward. Stage 3 gathers during forward and backward, ``prefetch`` units ahead, and reduces during
+  backward. The update begins when all gradients are reduced, because it needs their norm.
+- Offload: gradients go to the host during backward. The host updates units in the order in which forward needs them,
+  and forward waits for each unit. With ``update_in_backward`` the update of a unit begins when its gradient is on the
+  host. A delayed update must be finished when the next gradient of its unit comes.
+- Tensor parallelism overlaps with nothing: its all-reduces stand between two matrix products.
+- One thread launches all work of the device. It is ahead of the device by as much as the device's queue can store. It
+  waits for the host if new parameters are not ready or if there is no free slot for a gradient. It is slower while the
+  host updates.
+- Checkpoints that are divided among model-parallel ranks (P_a) or on the host (P_a+cpu) leave during forward. During
+  backward they come back and are gathered (``checkpoint_time``).
 """
 
 from __future__ import annotations
@@ -31,19 +33,20 @@ from .timeline import Interval, Resource, Timeline
 from .unit_costs import UnitCosts
 
 STEPS = 4
-"""Steps that are laid out at most; the last one is taken, when what one leaves to the next has settled."""
+"""The largest number of steps that are laid out. The result is the last step. Fewer are enough if two steps leave the
+same to the next."""
 SETTLED = 1e-10
-"""Of a step: what two of them leave to the next differs by less."""
+"""Two steps are equal if all times that they leave to the next differ by less than this share of a step."""
 AHEAD = 16
-"""Units that are launched ahead of the device, at most: a queue holds about a thousand kernels."""
+"""The largest number of units that the thread is ahead of the device. A queue stores about a thousand kernels."""
 LAID_OUT = 3
-"""Micro-batches that are laid out, at least; more of them take as long as the last one each."""
+"""The smallest number of micro-batches that are laid out. Each further one takes as long as the last."""
 MOST_LAYERS = 1024
-"""Blocks of a transformer that are laid out, at most; more of them take as long as the second half each."""
+"""The largest number of blocks that are laid out. Each further block takes the average time of the second half."""
 
 
 class Bottleneck(Enum):
-    """What a step spends most of its time on."""
+    """The part of a step that takes most time."""
 
     COMPUTE = "compute"
     LAUNCH = "launching"
@@ -55,20 +58,22 @@ class Bottleneck(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step on one rank; the parts add up to the total."""
+    """Seconds of a step on one rank. The parts add up to the total."""
 
     compute: float
     """Forward, recomputation and backward."""
     launching: float
-    """What the device waits for the thread that drives it."""
+    """The device waits for the thread that drives it."""
     update: float
-    """Of the optimizer: on the device, or on the host while the device waits."""
+    """The optimizer: on the device, or on the host while the device waits."""
     exposed_node_links: float
-    """Communication inside a node that nothing hides."""
+    """Communication inside a node that overlaps with nothing."""
     exposed_network: float
+    """Communication between nodes that overlaps with nothing."""
     exposed_pcie: float
+    """Copies between host and device that overlap with nothing."""
     flops: float
-    """Of one rank, recomputation included, as the papers count."""
+    """FLOPs of one rank, with recomputation, as the papers count."""
 
     @property
     def total(self) -> float:
@@ -77,7 +82,7 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Communication between devices that nothing hides."""
+        """Communication between devices that overlaps with nothing."""
         return self.exposed_node_links + self.exposed_network
 
     @property
@@ -98,7 +103,7 @@ class StepTime:
 
 
 def step_time(model: Transformer | Work, setup: Setup, machine: Machine) -> StepTime:
-    """The time of a step once it is under way.
+    """The time of a step, after the first steps.
 
     >>> from .machine_profile import load
     >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50304, positions=1024)
@@ -111,7 +116,7 @@ def step_time(model: Transformer | Work, setup: Setup, machine: Machine) -> Step
         )
         return _continued(fewer, most, (model.layers - MOST_LAYERS) / (MOST_LAYERS // 2))
     laid_out = LAID_OUT
-    if setup.micro_batches > LAID_OUT:  # until the thread is as far ahead as it can be
+    if setup.micro_batches > LAID_OUT:  # enough for the thread to be as far ahead as possible
         laid_out += math.ceil(2 * AHEAD / UnitCosts(model, setup, machine).count)
     if setup.micro_batches <= laid_out:
         return _Step(model, setup, machine).measure()
@@ -122,7 +127,7 @@ def step_time(model: Transformer | Work, setup: Setup, machine: Machine) -> Step
 
 
 def _continued(fewer: StepTime, most: StepTime, more: float) -> StepTime:
-    """As much again as ``most`` is beyond ``fewer``, so many times."""
+    """Extrapolates: adds ``more`` times the difference between ``most`` and ``fewer`` to ``most``."""
     parts = {
         entry.name: getattr(most, entry.name) + more * (getattr(most, entry.name) - getattr(fewer, entry.name))
         for entry in fields(StepTime)
@@ -131,7 +136,7 @@ def _continued(fewer: StepTime, most: StepTime, more: float) -> StepTime:
 
 
 class _Step:
-    """Steps of one rank on a timeline. Unit 0 is the root, which is computed last in forward (its head)."""
+    """The steps of one rank on a timeline. Unit 0 is the root; its head is computed last in forward."""
 
     def __init__(self, model: Transformer | Work, setup: Setup, machine: Machine) -> None:
         self.setup, self.offload, self.machine = setup, setup.offload, machine
@@ -141,12 +146,12 @@ class _Step:
         self.timeline = Timeline()
         self.checkpoints = checkpoint_time(model, setup, machine, self.costs.tensor_ring, self.timeline)
         self.done: deque[float] = deque(maxlen=AHEAD)
-        """When the device was through with the last units."""
-        self.ready = [0.0] * self.costs.count  # when forward may use a unit (or gather it)
-        self.sent = [0.0] * self.costs.count  # when the thread may launch that
-        self.updated = [0.0] * self.costs.count  # when its gradient's slot on the host is free
-        self.landed = [0.0] * self.costs.count
-        self.reduced = [0.0] * self.costs.count
+        """The times when the device finished the last units."""
+        self.ready = [0.0] * self.costs.count  # when forward may use the unit or gather it
+        self.sent = [0.0] * self.costs.count  # when the thread may launch that forward
+        self.updated = [0.0] * self.costs.count  # when the slot of its gradient on the host is free
+        self.landed = [0.0] * self.costs.count  # when its gradient is on the host
+        self.reduced = [0.0] * self.costs.count  # when its gradient is reduced
 
     def measure(self) -> StepTime:
         window, left = Interval(0.0, 0.0), list[float]()
@@ -159,16 +164,7 @@ class _Step:
             self._update()
             if _equal(before, left, SETTLED * (window.end - window.start)):
                 break
-        order = (
-            Resource.DEVICE,
-            Resource.THREAD,
-            Resource.HOST,
-            Resource.NETWORK,
-            Resource.NODE_LINKS,
-            Resource.PCIE_UP,
-            Resource.PCIE_DOWN,
-        )
-        spent = self.timeline.exposed(window, *order)
+        spent = self.timeline.exposed(window, *Resource)
         on_device = sum(self.costs.device_update)
         return StepTime(
             compute=spent[Resource.DEVICE] - on_device,
@@ -181,9 +177,9 @@ class _Step:
         )
 
     def _left(self) -> list[float]:
-        """When all that later work may wait for is done, seen from the end of the last backward.
+        """All times that later work may wait for, relative to the end of the last backward.
 
-        Whatever was done before anything could begin now makes no difference to it.
+        Times before the earliest possible begin of new work count as that begin, because they make no difference.
         """
         end = self.timeline.free(Resource.DEVICE)
         earliest = min(end, max(self.timeline.free(Resource.THREAD), self._ahead))
@@ -206,9 +202,9 @@ class _Step:
         self._reduce(0)
 
     def _pass(self, order: range, gathers: range, seconds: list[float], head: bool) -> list[float]:
-        """Units in order, each gathered ahead of need; in backward (``head``) each is reduced behind the next.
+        """One forward or backward (``head``): units in order, gathered early, and in backward reduced.
 
-        Returns when each unit was there.
+        Returns for each unit the time when its parameters were gathered.
         """
         launch = self.costs.launch(backward=head)
         tensor = self.costs.tensor * (self.costs.work.backward - 1 if head else 1)
@@ -219,7 +215,7 @@ class _Step:
                 if following in gathers:
                     there[following] = self._gather(following)
             if unit == 0:
-                continue  # the embedding is looked up, not multiplied
+                continue  # the embedding is a lookup, not a product
             begun, launch_after = 0.0, 0.0
             if not head:
                 launch_after = max(self.sent[unit], self.sent[0])
@@ -229,15 +225,15 @@ class _Step:
                 if position >= LANDING:
                     launch_after = self.landed[order[position - LANDING]]
             started = self._launch(launch, launch_after)
-            kept = self._checkpoint(unit, head) if self.checkpoints is not None else 0.0
-            self._compute(seconds[unit], started, there[unit], there[0], begun, kept, tensor=tensor)
+            moved = self._checkpoint(unit, head) if self.checkpoints is not None else 0.0
+            self._compute(seconds[unit], started, there[unit], there[0], begun, moved, tensor=tensor)
             self._wait(self.timeline.free(Resource.THREAD))
             if head:
                 self._reduce(unit)
         return there
 
     def _checkpoint(self, unit: int, head: bool) -> float:
-        """Has the checkpoint of a block leave before its first unit, or come back; returns when that unit may begin."""
+        """Sends the checkpoint of a block at its first unit, or brings it back. Returns when the unit may begin."""
         assert self.checkpoints is not None
         block, part = divmod(unit - 1, self.costs.parts)
         if head:
@@ -245,19 +241,19 @@ class _Step:
         return self.checkpoints.send() if part == 0 else 0.0
 
     def _launch(self, seconds: float, after: float = 0.0) -> float:
-        """Has the thread launch something; returns when it begins."""
+        """The thread launches something. Returns when launching begins."""
         return self.timeline.run(Resource.THREAD, seconds, after, self._ahead) - seconds
 
     @property
     def _ahead(self) -> float:
-        """When the thread is not too far ahead to launch more."""
+        """The time from which on the device's queue has room for more."""
         return self.done[0] if len(self.done) == AHEAD else 0.0
 
     def _compute(self, seconds: float, *after: float, tensor: float = 0.0) -> None:
         done = self.timeline.run(Resource.DEVICE, seconds, *after)
         self.done.append(done)
         if tensor:
-            # The device waits for every one of them: its next work comes after.
+            # The device waits for every all-reduce: its next work needs the result.
             self._wait(self.timeline.run(self.costs.tensor_ring.resource, tensor, done))
 
     def _wait(self, until: float) -> None:
@@ -277,14 +273,14 @@ class _Step:
         landed = timeline.run(Resource.PCIE_DOWN, costs.down[unit], done, self.updated[unit])
         if self.delayed:
             self.ready[unit] = self._publish(unit, landed)
-        self.landed[unit] = (
-            timeline.run(Resource.HOST, costs.host_add[unit], landed) if costs.host_add[unit] else landed
-        )
+        if costs.host_add[unit]:
+            landed = timeline.run(Resource.HOST, costs.host_add[unit], landed)
+        self.landed[unit] = landed
         if self.offload.update_in_backward:
             self._update_on_host(unit, self.landed[unit])
 
     def _update(self) -> None:
-        """After a step's last backward: all is reduced, the ranks agree and find the norm, units are updated."""
+        """After the last backward: all is reduced, the ranks agree and compute the norm, and units are updated."""
         data, launch = self.costs.data_ring, self.machine.launch
         known = self.timeline.run(data.resource, 2 * data.seconds(0.0, passes=2), max(self.reduced))
         self._launch(launch.step)
@@ -315,7 +311,7 @@ class _Step:
         return self._send(unit, self.timeline.run(Resource.PCIE_UP, self.costs.up[unit], after))
 
     def _send(self, unit: int, after: float) -> float:
-        """Updated parameters to the other ranks, where they are whole at rest."""
+        """Sends updated parameters to the other ranks, if parameters are whole at rest."""
         if self.setup.stage not in (1, 2):
             return after
         return self.timeline.run(self.costs.data_ring.resource, self.costs.gather[unit], after)

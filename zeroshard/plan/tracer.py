@@ -1,8 +1,8 @@
-"""What any module leaves for backward and keeps alive: one forward and backward on the meta device, storages counted.
+"""Measures activations and FLOPs of any module: one forward and backward on the meta device, counting storages.
 
-Nothing is computed and no memory is taken, but for small constants that a model may look at (``known_values``).
-Attention counts as the fused kernels of a GPU have it, which leave queries, keys, values, the result and one number a
-row, not the scores; where it is asked for its weights, it is not fused.
+Nothing is computed and no memory is used, except for small constants that a model may read (``known_values``).
+Attention counts as in the fused kernels of a GPU: they save queries, keys, values, the result and one number a row, but
+not the scores. Attention that returns its weights is not fused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .recomputation import Recomputation
 from .units import buffer_bytes, module_units
 
 TARGETS = ("labels", "targets")
-"""What forward may call what it is to predict; with it most models return a loss."""
+"""Names of forward's argument for the targets. If they get targets, most models return a loss."""
 
 
 def trace(
@@ -45,10 +45,10 @@ def trace(
     values: KnownValues | None = None,
     activations: Activations | None = None,
 ) -> ModuleTrace:
-    """Traces a model that is on the meta device. Without inputs it is given token ids, all zero.
+    """Traces a model that is on the meta device. Without inputs the model is called with token ids that are all zero.
 
-    Its outputs are summed to a loss where they are none yet. ``values``: what is known of inputs on the meta device.
-    ``activations``: what ``shard(activations=...)`` is given.
+    If the model returns no loss, its outputs are summed to one. ``values``: the known values of inputs on the meta
+    device. ``activations``: the option of ``shard()``.
     """
     dtype = DTYPES[precision]
     buffers = buffer_bytes(model)
@@ -57,14 +57,14 @@ def trace(
             parameter.data = parameter.data.to(dtype)
     units = find_units(model, chosen=chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
     watch = _Tracer(model, units)
-    recomputing = Recomputation(activations or Activations())
+    recomputation = Recomputation(activations or Activations())
     blocks = [unit.module for unit in units[1:]] if activations is not None else []
     try:
         known = values or KnownValues()
         known.forget(model.parameters())
         with known:
             args, kwargs = _arguments(model, inputs, batch, sequence, dtype)
-        with known, watch, _KnownFunctions(watch), recomputing.of(blocks):
+        with known, watch, _KnownFunctions(watch), recomputation.recompute(blocks):
             output = model(*args, **kwargs)
             watch.end_forward()
             loss = _loss(output)
@@ -76,13 +76,13 @@ def trace(
         name or type(model).__name__,
         module_units(model, dtype.itemsize, max_unit_bytes, chosen),
         buffers,
-        replace(watch.activations(), host=recomputing.on_host),
+        replace(watch.activations(), host=recomputation.on_host),
         tuple(watch.forward_flops),
         tuple(written / dtype.itemsize for written in watch.forward_written),
         watch.backward_flops,
         watch.logits,
         recomputes=watch.recomputes or bool(blocks),
-        checkpoints=recomputing.bytes,
+        checkpoints=recomputation.bytes,
         tokens_known=inputs is None or tokens_of(inputs) != (0, 0),
     )
 
@@ -115,7 +115,7 @@ def tokens_of(inputs: Any) -> tuple[int, int]:
 
 
 def samples_of(inputs: Any) -> int:
-    """How many there seem to be in a micro-batch: as the first of its tensors has rows."""
+    """The number of samples in a micro-batch: the first dimension of the first tensor."""
     return next((value.shape[0] for value in _tensors(inputs) if value.dim()), 1)
 
 
@@ -143,7 +143,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _Tracer(compat.OperationWatch):
-    """Counts the bytes of storages that are alive, but for the model's own, and when they are most."""
+    """Counts the bytes of storages that are alive, without parameters and buffers, and finds the maxima by unit."""
 
     def __init__(self, model: nn.Module, units: Sequence[UnitSpec]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -154,15 +154,15 @@ class _Tracer(compat.OperationWatch):
         self._forward, self._backward, self._after = ([0] * len(units) for _ in range(3))
         self._loss = self._saved = self._early = 0
         self.recomputes = False
-        """Whether the module itself does, in backward."""
+        """True if the module itself recomputes blocks in backward."""
         self._turned = False
-        """Whether the model has returned: what is computed now is the loss, or backward."""
+        """True after the model has returned. From then on the loss or backward is computed."""
         self._note: Callable[[int], None] = _into(self._forward, 0)
         self.attention_flops = self.logits = 0.0
-        """Of forward passes, which are no products that torch would see."""
+        """FLOPs of attention in forward passes, which torch's counter does not see; and the elements of logits."""
         self.forward_flops = [0.0] * len(units)
         self.forward_written = [0] * len(units)
-        """Bytes."""
+        """Bytes of activations, by unit."""
         self._unit = 0
         self._counted = self._forward_attention = 0.0
         self._hooks: list[RemovableHandle] = []
@@ -175,7 +175,7 @@ class _Tracer(compat.OperationWatch):
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take(number)))
 
     def remove_hooks(self) -> None:
-        """Leaves the model as it was."""
+        """Removes all hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -210,7 +210,7 @@ class _Tracer(compat.OperationWatch):
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if compat.in_backward():
                 return
-            self._at(self._forward, 0)  # what follows is the root's, or the loss
+            self._at(self._forward, 0)  # what follows belongs to the root, or is the loss
             self._count_for(0)
             if number == self._count - 1:
                 self._note = self._note_loss
@@ -227,9 +227,9 @@ class _Tracer(compat.OperationWatch):
             size = parameter.grad.nbytes
             if number == 0 and not any(self._after[1:]):
                 self._early += size
-            parameter.grad = None  # it goes to a buffer that the plan counts
+            parameter.grad = None  # the plan counts gradients by itself, in their buffers
             self._after[number] = self._alive
-            if number == 0 and (any(self._after[1:]) or self._count == 1):  # before that, the loss is under way
+            if number == 0 and (any(self._after[1:]) or self._count == 1):  # before that, the loss is being computed
                 self._at(self._backward, 0)
 
         return hook
@@ -242,7 +242,7 @@ class _Tracer(compat.OperationWatch):
         self._loss = max(self._loss, alive)
 
     def end_forward(self) -> None:
-        """The model has returned; its loss, where it made none, comes now."""
+        """Notes that the model has returned. The loss is computed next, if the model returned none."""
         self._turned = True
         self._saved = self._alive
         self._note = self._note_loss
@@ -251,18 +251,18 @@ class _Tracer(compat.OperationWatch):
         self._forward_attention = self.attention_flops
 
     def _count_for(self, unit: int) -> None:
-        """FLOPs since the last call belong to the unit that was named then."""
+        """Adds the FLOPs since the last call to the unit of the last call, and goes on with ``unit``."""
         now = self.flops + self.attention_flops
         self.forward_flops[self._unit] += now - self._counted
         self._unit, self._counted = unit, now
 
     @property
     def backward_flops(self) -> float:
-        """Recomputation included; attention's own backward, which is no product either, takes two forwards."""
+        """FLOPs of backward, with recomputation. The backward of attention counts as two of its forwards."""
         return self.flops + self.attention_flops - self._counted + 2 * self._forward_attention
 
     def activations(self) -> ActivationBytes:
-        """What was seen."""
+        """The activations of the trace."""
         return ActivationBytes(
             saved=self._saved,
             forward=tuple(self._forward),
@@ -274,7 +274,7 @@ class _Tracer(compat.OperationWatch):
 
 
 def _into(peaks: list[int], number: int) -> Callable[[int], None]:
-    """Notes what is alive as the most of one entry, if it is."""
+    """A function that raises one entry of ``peaks`` to the bytes that are alive."""
 
     def note(alive: int) -> None:
         peaks[number] = max(peaks[number], alive)
@@ -283,7 +283,7 @@ def _into(peaks: list[int], number: int) -> Callable[[int], None]:
 
 
 class _KnownFunctions(TorchFunctionMode):
-    """Attention as a GPU's kernels have it, and how much a loss passes over."""
+    """Replaces attention by a function that saves what a GPU's kernels save, and counts the logits of the loss."""
 
     def __init__(self, watch: _Tracer) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class _KnownFunctions(TorchFunctionMode):
             self._watch.logits += (args[0] if args else given["input"]).numel()
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **given)
-        if func is F.multi_head_attention_forward:  # inside a function of torch's no mode sees what it calls
+        if func is F.multi_head_attention_forward:  # a mode does not see what a function of torch calls inside
             return compat.calling(func, scaled_dot_product_attention=self._attention)(*args, **given)
         return func(*args, **given)
 
@@ -310,7 +310,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         *batch, heads, rows, _ = query.shape
-        result = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-2, -3)  # as the kernels lay it out
+        result = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-2, -3)  # the kernels' layout
         sums = query.new_empty(*batch, heads, rows, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, result, sums)
         return result
