@@ -8,9 +8,10 @@ from types import TracebackType
 
 import torch
 
-from ..offload.kernel import AdamRule, Pool, Segment
+from ..offload.kernel import Pool, Segment
 from ..offload.pinned import Block
 from ..offload.pipeline import default_threads
+from ..offload.rules import AdamRule
 
 RULE = AdamRule(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, step=100)
 BYTES = 28
@@ -24,14 +25,12 @@ class HostUpdate:
         arena = Block(14 * parameters, pinned=False)  # the memory that states live in
         gradient = arena.take(parameters, torch.bfloat16).fill_(0.01)
         master, first, second = (arena.take(parameters, torch.float32).fill_(0.01) for _ in range(3))
-        segment = Segment(
-            gradient=gradient, master=master, parameter=gradient, moments=(first, second), rule=None, key=0, start=0
-        )
+        segment = Segment(gradient=gradient, master=master, parameter=gradient, moments=(first, second), key=0, start=0)
         self._pool = Pool(default_threads(device))
         self._batch = self._pool.prepare([segment])
 
     def run(self) -> None:
-        self._batch.run([RULE], 1.0)
+        self._pool.update([(self._batch, [RULE])], 1.0)
 
     def __enter__(self) -> HostUpdate:
         return self
