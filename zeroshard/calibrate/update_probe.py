@@ -8,9 +8,10 @@ from types import TracebackType
 import torch
 
 from ..config.offload import Offload
-from ..offload.kernel import AdamRule, Pool, Segment
+from ..offload.kernel import Pool, Segment
 from ..offload.pinned import Block
 from ..offload.pipeline import default_threads
+from ..offload.rules import AdamRule
 from ..plan.unit_costs import host_update_bytes
 from .stopwatch import seconds_once
 
@@ -26,14 +27,12 @@ class UpdateProbe:
         block = Block(14 * parameters, pinned=False)  # the kind of memory that states live in
         gradient = block.take(parameters, torch.bfloat16).fill_(0.01)
         master, first, second = (block.take(parameters, torch.float32).fill_(0.01) for _ in range(3))
-        segment = Segment(
-            gradient=gradient, master=master, parameter=gradient, moments=(first, second), rule=None, key=0, start=0
-        )
+        segment = Segment(gradient=gradient, master=master, parameter=gradient, moments=(first, second), key=0, start=0)
         self._pool = Pool(default_threads(device))
         self._batch = self._pool.prepare([segment])
 
     def run(self) -> None:
-        self._batch.run([RULE], 1.0)
+        self._pool.update([(self._batch, [RULE])], 1.0)
 
     def __enter__(self) -> UpdateProbe:
         return self
