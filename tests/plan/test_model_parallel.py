@@ -175,14 +175,16 @@ CONFIGURATIONS = [f"zero-40b-c{number}" for number in range(1, 6)]
 
 @pytest.mark.slow
 def test_the_papers_five_configurations_are_presets_and_shrink_in_a_dry_run() -> None:
-    small = ModelConfig(layers=3, hidden=1024, heads=64, sequence=1024)
-    peaks = []
-    for name in CONFIGURATIONS:
+    def peak(name: str, hidden: int) -> int:
+        model = ModelConfig(layers=6, hidden=hidden, heads=64, sequence=1024)
         options = {key: value for key, value in load_job(name).shard.items() if key != "clip_grad_norm"}
-        peaks.append(dry_gpt(small, 400, degree=16, batch=BATCH, **options).peak)
-    c1, c2, c3, c4, c5 = peaks
-    assert c1 > c2 > c4 > c5
-    assert c1 > c3 > c4
+        return dry_gpt(model, 400, degree=16, batch=1, **options).peak
+
+    c1, c2, c3, c4, c5 = (peak(name, 1024) for name in CONFIGURATIONS)
+    assert c1 >= c3 > c2 > c4 > c5  # the order of figure 7
+    # Gradients come as checkpoints go. In C1 and C3 the peak is at the beginning of backward, where there are
+    # checkpoints alone. In a wider model gradients are larger than checkpoints, and the peak is at the end.
+    assert peak(CONFIGURATIONS[0], 2048) > peak(CONFIGURATIONS[2], 2048)
 
 
 def needs_of(name: str, layers: int, batch: int) -> Budget:
