@@ -216,7 +216,7 @@ def test_many_micro_batches_take_as_long_as_if_all_were_laid_out(layers: int, mo
     model = Transformer(layers=layers, hidden=4096, heads=32, vocabulary=1000, positions=128)
     setup = Setup(stage=3, world=2, batch=1, sequence=128, offload=Offload(blocking=True), micro_batches=60)
     shortened = step_time(model, setup, LAUNCHED).total
-    monkeypatch.setattr(time, "LAID_OUT", 60)
+    monkeypatch.setattr(time, "LAID_OUT_MICRO_BATCHES", 60)
     assert shortened == pytest.approx(step_time(model, setup, LAUNCHED).total, rel=0.03)
 
 
@@ -245,7 +245,7 @@ def test_very_many_layers_take_as_long_as_if_all_were_laid_out(
 ) -> None:
     deep, setup = replace(GPT, layers=300), Setup(stage=stage, world=8, batch=2, offload=offload)
     whole = step_time(deep, setup, ETHERNET)
-    monkeypatch.setattr(time, "MOST_LAYERS", 100)
+    monkeypatch.setattr(time, "LAID_OUT_BLOCKS", 100)
     continued = step_time(deep, setup, ETHERNET)
     assert continued.total == pytest.approx(whole.total, rel=1e-6)
     assert continued.flops == pytest.approx(whole.flops)
