@@ -86,4 +86,4 @@ def test_the_table_has_every_error_and_the_reasons_of_large_errors() -> None:
     for entry in CLAIMS:
         assert entry.about in text.getvalue()
     assert f"Mean error {paper_claims.mean_error(CLAIMS):.1%}" in text.getvalue()
-    assert "Where it is off" in text.getvalue()
+    assert "Reasons of large errors" in text.getvalue()
