@@ -1,4 +1,4 @@
-"""Measuring the machine at hand."""
+"""Measuring this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def here() -> Calibration:
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured_in_under_a_minute(here: Calibration) -> None:
+def test_this_machine_is_measured_in_less_than_a_minute(here: Calibration) -> None:
     assert here.seconds < 60
     keys = {"device.efficiency", "device.half_work", "device.traffic", "device.bandwidth", "host.bandwidth"}
     assert keys <= here.measured
@@ -60,7 +60,7 @@ def pass_at(speed: Speed, size: Size) -> Pass:
     return one._replace(seconds=products + one.written * speed.write_seconds)
 
 
-def test_the_fit_finds_what_products_and_memory_take() -> None:
+def test_the_fit_finds_the_speed_of_products_and_memory() -> None:
     speed = Speed(rate=6e14, half_work=1e9, write_seconds=1.2e-12)
     found = fit([pass_at(speed, size) for size in GPU_SIZES])
     assert found == pytest.approx(speed, rel=1e-6)
@@ -98,7 +98,7 @@ def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPat
     assert measuring.with_values(load("h200"), found).launch.forward == found["launch.forward"]
 
 
-def test_what_goes_wrong_beside_a_measurement_is_raised_where_it_ends() -> None:
+def test_an_error_in_the_second_thread_is_raised_where_the_measurement_ends() -> None:
     class Broken(UpdateProbe):
         def run(self) -> None:
             raise ArithmeticError("the kernel is ill")

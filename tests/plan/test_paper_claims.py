@@ -1,4 +1,4 @@
-"""The papers' claims beside ours."""
+"""The papers' claims compared with our numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_formulas_give_every_cell_of_the_papers_tables(source: str) -> None:
     cells = [claim for claim in CLAIMS if claim.source == source and claim.kind is Kind.THEORY]
     assert len(cells) == {"ZeRO, figure 1": 4, "ZeRO, table 1": 54, "ZeRO, table 2": 20}[source]
     for cell in cells:
-        # Printed with two digits or more, large ones cut off; 0.5T, 1T and 2T stand for 512B and so on.
+        # The papers print two digits or more and truncate large numbers. 0.5T, 1T and 2T stand for 512B and so on.
         assert cell.ours == pytest.approx(cell.printed, rel=0.025), cell
 
 
@@ -37,13 +37,13 @@ def test_three_claims_are_fitted_and_no_more() -> None:
     assert all(abs(claim.error) < 0.02 for claim in fitted)
 
 
-def test_what_was_measured_and_not_fitted_is_foreseen_within_15_percent_on_average() -> None:
+def test_measured_claims_that_are_not_fitted_are_predicted_within_15_percent_on_average() -> None:
     measured = [claim for claim in CLAIMS if claim.kind is Kind.MEASURED]
     assert len(measured) > 75
     assert paper_claims.mean_error(CLAIMS) < 0.15
 
 
-def test_what_was_reached_is_reached() -> None:
+def test_models_that_the_papers_trained_are_reached() -> None:
     reached = [claim for claim in CLAIMS if claim.kind is Kind.REACHED]
     assert len(reached) == 4
     assert all(claim.ours >= claim.printed for claim in reached)
@@ -80,10 +80,10 @@ def test_a_delayed_update_gains_at_every_size() -> None:
         assert 1.05 < delayed / waiting < 1.25
 
 
-def test_the_table_is_printed_with_every_error_and_with_what_is_off() -> None:
+def test_the_table_has_every_error_and_the_reasons_of_large_errors() -> None:
     text = io.StringIO()
     paper_table.render(Console(file=text, width=200))
     for entry in CLAIMS:
         assert entry.about in text.getvalue()
     assert f"Mean error {paper_claims.mean_error(CLAIMS):.1%}" in text.getvalue()
-    assert "Where it is off" in text.getvalue()
+    assert "Reasons of large errors" in text.getvalue()

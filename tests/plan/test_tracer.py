@@ -1,4 +1,4 @@
-"""Any module, traced on the meta device: what it leaves and keeps alive."""
+"""Tracing any module on the meta device: the activations that it saves and has alive."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_traced_gpt_is_the_transformer_of_its_shape(precision: str, checkpoint
     assert planned.saved == pytest.approx(seen.activations.saved, rel=0.01)
     assert planned.loss == pytest.approx(seen.activations.loss, rel=0.01)
     assert planned.forward[1:] == pytest.approx(seen.activations.forward[1:], rel=0.02)
-    weight = setup.width * 4 * 256 * 256  # whose gradient a trace sees on its way; the plan counts it as a gradient
+    weight = setup.width * 4 * 256 * 256  # a trace sees its gradient for a moment; the plan counts it with gradients
     assert [size + weight for size in planned.backward[1:]] == pytest.approx(seen.activations.backward[1:], rel=0.02)
     assert planned.after_backward[1:] == pytest.approx(seen.activations.after_backward[1:], rel=0.02)
 
@@ -58,7 +58,7 @@ def test_buffers_count_and_inputs_may_be_anything() -> None:
     assert seen.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_attention_leaves_no_scores() -> None:
+def test_attention_saves_no_scores() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -78,14 +78,14 @@ def test_attention_leaves_no_scores() -> None:
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_attention_in_a_layer_of_torch_leaves_no_scores_either(mask: bool) -> None:
+def test_attention_in_a_layer_of_torch_saves_no_scores_either(mask: bool) -> None:
     with torch.device("meta"):
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), 2)
 
     def seen(rows: int) -> ModuleTrace:
         inputs = {"src": torch.empty(2, rows, 64, device="meta")}
         if mask:
-            inputs["mask"] = torch.zeros(rows, rows)  # whether it is a causal one is asked
+            inputs["mask"] = torch.zeros(rows, rows)  # the layer reads whether the mask is causal
         return trace(model.train(), inputs, "bf16", 2, rows, 1 << 30)
 
     short, long = seen(512), seen(1024)
@@ -94,14 +94,14 @@ def test_attention_in_a_layer_of_torch_leaves_no_scores_either(mask: bool) -> No
     assert sum(long.forward_flops) - 2 * sum(short.forward_flops) == 2 * 4 * 2 * 64 * (1024**2 - 2 * 512**2)
 
 
-def test_attention_that_gives_its_weights_keeps_them() -> None:
+def test_attention_that_returns_its_weights_saves_them() -> None:
     with torch.device("meta"):
         model, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.empty(2, 512, 64)
     assert trace(model, (x, x, x), "bf16", 2, 512, 1 << 30).activations.saved > 2 * 2 * 4 * 512 * 512
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_blocks_that_shard_recomputes_leave_what_blocks_leave_that_recompute_themselves(tied: bool) -> None:
+def test_blocks_recomputed_by_shard_save_as_much_as_blocks_that_recompute_themselves(tied: bool) -> None:
     shape = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128, "vocabulary": 3000, "tied": tied}
     with torch.device("meta"):
         themselves, model = GPT(ModelConfig(**shape, checkpointing=True)), GPT(ModelConfig(**shape))  # type: ignore[arg-type]
@@ -122,13 +122,14 @@ def test_checkpoints_on_the_host_of_a_traced_gpt_are_those_of_its_description(pr
     config = ModelConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=300)
     with torch.device("meta"):
         model = GPT(config)
-    kept = Activations(offload=True, prefetch=prefetch)
-    seen = trace(model, None, "bf16", 4, 128, 1 << 30, activations=kept)
-    setup = Setup(stage=0, batch=4, sequence=128, activations=kept)
+    options = Activations(offload=True, prefetch=prefetch)
+    seen = trace(model, None, "bf16", 4, 128, 1 << 30, activations=options)
+    setup = Setup(stage=0, batch=4, sequence=128, activations=options)
     shape = from_config(config)
     planned = transformer_activations(shape, setup)
     assert seen.activations.host == planned.host
-    assert seen.activations.saved == pytest.approx(planned.saved + 2 * 2 * 4 * 128 * 256, rel=0.02)  # two are leaving
+    leaving = 2 * 2 * 4 * 128 * 256  # bytes of the two checkpoints that are being copied to the host
+    assert seen.activations.saved == pytest.approx(planned.saved + leaving, rel=0.02)
     assert seen.activations.forward[3:] == pytest.approx(planned.forward[3:], rel=0.05)
     weight = 2 * 4 * 256 * 256
     assert seen.activations.backward[3:] == pytest.approx([size + weight for size in planned.backward[3:]], rel=0.05)
@@ -147,13 +148,13 @@ def test_times_of_a_traced_module_are_those_of_its_description(stage: int, check
     assert work is not None
     setup = Setup(stage=stage, world=8, batch=8, checkpointing=checkpointing)
     described, machine = from_config(shape), load("h200")
-    # Recomputation ends before a block's last product, which the description does not know.
+    # Recomputation ends before the last product of a block. The description does not know this.
     assert work.backward == pytest.approx(3 - 8 / (24 + 4 * 1024 / 768) if checkpointing else 2, rel=0.01)
     assert work.forward == pytest.approx(work_of(described, setup).forward, rel=0.01)
     assert step_time(work, setup, machine).total == pytest.approx(step_time(described, setup, machine).total, rel=0.15)
 
 
-def test_attention_with_few_heads_of_keys_counts_where_torch_refuses_to_count_it(
+def test_attention_with_few_key_heads_counts_although_torch_refuses_to_count_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Watch(compat.OperationWatch):

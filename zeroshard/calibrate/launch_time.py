@@ -127,7 +127,8 @@ class _Probe:
         """Seconds of forward, backward, update, and of the host's work after the update."""
         self._step()
         synchronize(self._model)
-        return [*self._step(), self._timed(lambda: synchronize(self._model))]
+        # Only the host's threads are timed, so this does not wait for the device.
+        return [*self._step(), seconds_once(lambda: synchronize(self._model), torch.device("cpu"))]
 
     def _step(self) -> list[float]:
         losses: list[Tensor] = []

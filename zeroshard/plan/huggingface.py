@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..config.checks import nearest
 from .shape import MOST_LAYERS, Activation, Habits, ModelError, Transformer
 
-MOST = 1 << 31
+LARGEST_SIZE = 1 << 31
 """The largest value of a size."""
 
 REMEDY = "Any other is planned from a function that builds it: --model module:factory"
@@ -43,10 +43,10 @@ class ConfigReader:
         self.wrong: list[str] = []
         """Sentences about values that are unknown or contradict each other."""
 
-    def __call__(self, key: str, most: int = MOST) -> int:
+    def __call__(self, key: str, most: int = LARGEST_SIZE) -> int:
         return self.optional(key, most, missing=True) or 1
 
-    def optional(self, key: str, most: int = MOST, *, missing: bool = False) -> int | None:
+    def optional(self, key: str, most: int = LARGEST_SIZE, *, missing: bool = False) -> int | None:
         value = self._values.get(key)
         if value is None and not missing:
             return None

@@ -39,9 +39,9 @@ SETTLED = 1e-10
 """Two steps are equal if all times that they leave to the next differ by less than this share of a step."""
 AHEAD = 16
 """The largest number of units that the thread is ahead of the device. A queue stores about a thousand kernels."""
-LAID_OUT = 3
+LAID_OUT_MICRO_BATCHES = 3
 """The smallest number of micro-batches that are laid out. Each further one takes as long as the last."""
-MOST_LAYERS = 1024
+LAID_OUT_BLOCKS = 1024
 """The largest number of blocks that are laid out. Each further block takes the average time of the second half."""
 
 
@@ -110,13 +110,13 @@ def step_time(model: Transformer | Work, setup: Setup, machine: Machine) -> Step
     >>> step_time(gpt, Setup(stage=0, batch=8), load("h200")).bottleneck
     <Bottleneck.COMPUTE: 'compute'>
     """
-    if isinstance(model, Transformer) and model.layers > MOST_LAYERS:
+    if isinstance(model, Transformer) and model.layers > LAID_OUT_BLOCKS:
         fewer, most = (
-            step_time(replace(model, layers=count), setup, machine) for count in (MOST_LAYERS // 2, MOST_LAYERS)
+            step_time(replace(model, layers=count), setup, machine) for count in (LAID_OUT_BLOCKS // 2, LAID_OUT_BLOCKS)
         )
-        return _continued(fewer, most, (model.layers - MOST_LAYERS) / (MOST_LAYERS // 2))
-    laid_out = LAID_OUT
-    if setup.micro_batches > LAID_OUT:  # enough for the thread to be as far ahead as possible
+        return _continued(fewer, most, (model.layers - LAID_OUT_BLOCKS) / (LAID_OUT_BLOCKS // 2))
+    laid_out = LAID_OUT_MICRO_BATCHES
+    if setup.micro_batches > LAID_OUT_MICRO_BATCHES:  # enough for the thread to be as far ahead as possible
         laid_out += math.ceil(2 * AHEAD / UnitCosts(model, setup, machine).count)
     if setup.micro_batches <= laid_out:
         return _Step(model, setup, machine).measure()
@@ -191,24 +191,24 @@ class _Step:
 
     def _forward(self) -> None:
         units = range(self.layers + 1)
-        there = self._pass(units, gathers=units, seconds=self.costs.forward, head=False)
+        there = self._pass(units, gathers=units, seconds=self.costs.forward, backward=False)
         self._compute(self.costs.forward[0] + self.costs.loss, there[0])
 
     def _backward(self) -> None:
         self._compute(self.costs.backward[0] + self.costs.loss)
         kept = self.setup.keep * self.costs.parts
         gathers = range(self.layers - kept, 0, -1)
-        self._pass(range(self.layers, 0, -1), gathers=gathers, seconds=self.costs.backward, head=True)
+        self._pass(range(self.layers, 0, -1), gathers=gathers, seconds=self.costs.backward, backward=True)
         self._reduce(0)
 
-    def _pass(self, order: range, gathers: range, seconds: list[float], head: bool) -> list[float]:
-        """One forward or backward (``head``): units in order, gathered early, and in backward reduced.
+    def _pass(self, order: range, gathers: range, seconds: list[float], backward: bool) -> list[float]:
+        """One forward or backward: units in order, gathered early, and in backward reduced.
 
         Returns for each unit the time when its parameters were gathered.
         """
-        launch = self.costs.launch(backward=head)
-        tensor = self.costs.tensor * (self.costs.work.backward - 1 if head else 1)
-        there = self.ready if self.setup.stage < 3 and not head else [0.0] * self.costs.count
+        launch = self.costs.launch(backward=backward)
+        tensor = self.costs.tensor * (self.costs.work.backward - 1 if backward else 1)
+        there = self.ready if self.setup.stage < 3 and not backward else [0.0] * self.costs.count
         coming = iter(order if self.setup.stage == 3 else ())
         for position, unit in enumerate(order):
             for following in islice(coming, 1 if position else 1 + self.setup.prefetch):
@@ -217,7 +217,7 @@ class _Step:
             if unit == 0:
                 continue  # the embedding is a lookup, not a product
             begun, launch_after = 0.0, 0.0
-            if not head:
+            if not backward:
                 launch_after = max(self.sent[unit], self.sent[0])
             else:
                 if position >= IN_FLIGHT:
@@ -225,18 +225,18 @@ class _Step:
                 if position >= LANDING:
                     launch_after = self.landed[order[position - LANDING]]
             started = self._launch(launch, launch_after)
-            moved = self._checkpoint(unit, head) if self.checkpoints is not None else 0.0
+            moved = self._checkpoint(unit, backward) if self.checkpoints is not None else 0.0
             self._compute(seconds[unit], started, there[unit], there[0], begun, moved, tensor=tensor)
             self._wait(self.timeline.free(Resource.THREAD))
-            if head:
+            if backward:
                 self._reduce(unit)
         return there
 
-    def _checkpoint(self, unit: int, head: bool) -> float:
+    def _checkpoint(self, unit: int, backward: bool) -> float:
         """Sends the checkpoint of a block at its first unit, or brings it back. Returns when the unit may begin."""
         assert self.checkpoints is not None
         block, part = divmod(unit - 1, self.costs.parts)
-        if head:
+        if backward:
             return self.checkpoints.bring_back(block) if part == self.costs.parts - 1 else 0.0
         return self.checkpoints.send() if part == 0 else 0.0
 

@@ -149,7 +149,7 @@ class _Tracer(compat.OperationWatch):
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, int] = {}
         self._own = {compat.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._alive = self._peak = 0
+        self._alive = 0
         self._count = len(units)
         self._forward, self._backward, self._after = ([0] * len(units) for _ in range(3))
         self._loss = self._saved = self._early = 0
