@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .kernel import Batch, Pool, Segment
+from .kernel import Pool, Segment, Segments
 from .library import Choice, Simd
 from .rules import Rule
 from .worker import Worker
@@ -62,10 +62,10 @@ class DryPool(Pool):
     def __init__(self) -> None:
         self.threads, self.choice = 0, Choice(Simd.PORTABLE, "a dry run")
 
-    def prepare(self, segments: Sequence[Segment]) -> Batch:
-        return Batch(segments, b"")
+    def prepare(self, segments: Sequence[Segment]) -> Segments:
+        return Segments(segments, b"")
 
-    def update(self, work: Sequence[tuple[Batch, Sequence[Rule]]], factor: float, seed: int = 0) -> None:
+    def update(self, work: Sequence[tuple[Segments, Sequence[Rule]]], factor: float, seed: int = 0) -> None:
         pass
 
     def accumulate(self, total: Tensor, gradient: Tensor, *, first: bool) -> None:

@@ -1,8 +1,8 @@
 """The host optimizer: unscale, clip, weight decay, Adam or SGD and the cast to 16 bits, in one pass over memory.
 
     pool = Pool()
-    batch = pool.prepare(segments)                             # memory addresses, once
-    pool.update([(batch, rules)], factor=clip / scale)         # hyper-parameters, every step
+    segments = pool.prepare([Segment(...), ...])               # memory addresses, once
+    pool.update([(segments, rules)], factor=clip / scale)      # hyper-parameters, every step
 
 A *segment* is a range of one parameter with its gradient, master and moments. A call releases the GIL and sleeps until
 the pool's threads are done. The native paths (`library.Simd`) give the same bits, whatever the number of threads and
@@ -88,10 +88,10 @@ class Segment:
         return _SEGMENT.pack(*addresses, gradient.numel(), self.start, self.key % 2**64, *kinds)
 
 
-class Batch(NamedTuple):
-    """Segments that are updated in one call, and their packed form. It keeps their tensors alive."""
+class Segments(NamedTuple):
+    """Segments that were checked, and their packed form: the addresses of their memory."""
 
-    segments: Sequence[Segment]
+    checked: Sequence[Segment]
     packed: bytes
 
 
@@ -139,31 +139,31 @@ class Pool:
         """Whether this pool can do 16-bit moments and split masters."""
         return self.simd is not Simd.TORCH
 
-    def prepare(self, segments: Sequence[Segment]) -> Batch:
+    def prepare(self, segments: Sequence[Segment]) -> Segments:
         """Checks segments and notes their addresses, so that they can be updated many times."""
         for segment in segments:
             segment.validate()
-        return Batch(segments, b"".join(segment.pack() for segment in segments) if self.native else b"")
+        return Segments(segments, b"".join(segment.pack() for segment in segments) if self.native else b"")
 
-    def update(self, work: Sequence[tuple[Batch, Sequence[Rule]]], factor: float, seed: int = 0) -> None:
-        """One step of all segments of some batches, in one call.
+    def update(self, work: Sequence[tuple[Segments, Sequence[Rule]]], factor: float, seed: int = 0) -> None:
+        """One step of all segments, in one call.
 
         Args:
-            work: batches of this pool, each with one rule for each of its segments.
+            work: what ``prepare`` returned, with one rule for each segment.
             factor: gradients are multiplied by it in fp32: unscaling times clipping.
             seed: of the stochastic rounding of bf16 moments.
         """
-        pairs = [pair for batch, rules in work for pair in zip(batch.segments, rules, strict=True)]
-        rules = b"".join(pack_rule(rule, len(segment.moments)) for segment, rule in pairs)
+        pairs = [pair for segments, rules in work for pair in zip(segments.checked, rules, strict=True)]
+        packed_rules = b"".join(pack_rule(rule, len(segment.moments)) for segment, rule in pairs)
         if self.native:
-            segments = b"".join(batch.packed for batch, _ in work)
-            arguments = (segments, rules, len(pairs), factor, seed % 2**64)
+            addresses = b"".join(segments.packed for segments, _ in work)
+            arguments = (addresses, packed_rules, len(pairs), factor, seed % 2**64)
             self._check(self._library.zeroshard_update(self._handle, *arguments))
         else:
             fallback.update(pairs, factor)
 
     def accumulate(self, total: Tensor, gradient: Tensor, *, first: bool) -> None:
-        """Adds a gradient to an fp32 total. The ``first`` gradient replaces what the total held."""
+        """Adds a gradient to an fp32 total. The ``first`` gradient replaces the total."""
         count = gradient.numel()
         _check_array("gradient", gradient, GRADIENTS, count)
         _check_array("total", total, (torch.float32,), count)

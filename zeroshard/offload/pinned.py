@@ -83,7 +83,7 @@ def _unpin(memory: Tensor, process: int) -> None:
 class Staging:
     """A buffer of a ring while it is in use."""
 
-    ring: Ring
+    ring: BufferRing
     block: Tensor
     tensor: Tensor
     """The beginning of the block, as elements of the dtype asked for."""
@@ -97,7 +97,7 @@ class Staging:
         self.ring.free.put((self.block, free_after))
 
 
-class Ring:
+class BufferRing:
     """A fixed number of buffers that are used in turn. ``check`` raises if the thread that uses them has failed."""
 
     def __init__(self, blocks: Sequence[Tensor], check: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ from ..system.sizes import size_text
 from .dry import DryPool, DryWorker
 from .host_buffers import HostBuffers, HostBytes
 from .kernel import Pool
-from .pinned import Block, Ring, aligned
+from .pinned import Block, BufferRing, aligned
 from .worker import POLL_SECONDS, Worker
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ class Factor:
 class Pipeline:
     """The two threads, the kernel's pool and the streams of one sharded model."""
 
-    gradient_ring: Ring
+    gradient_ring: BufferRing
     """Buffers for gradients, with ``update_in_backward``."""
-    high_ring: Ring
+    high_ring: BufferRing
     """Buffers for parameters that are read back."""
 
     def __init__(
@@ -189,8 +189,8 @@ class Pipeline:
         self.high_ring = self._new_ring(pinned, self._high_ring_size)
         self.blocks = (pinned, pageable)
 
-    def _new_ring(self, block: Block, count: int) -> Ring:
-        return Ring([block.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
+    def _new_ring(self, block: Block, count: int) -> BufferRing:
+        return BufferRing([block.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
 
     def expect_sums(self) -> None:
         """Called when a second micro-batch comes: raises if there is no memory for sums in fp32."""

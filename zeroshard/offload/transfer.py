@@ -18,7 +18,7 @@ from .kernel import Pool
 from .pinned import Staging
 from .pipeline import Factor, Pipeline, SentParameters, wait_for_events
 from .rules import Rule
-from .update import Tables, Update
+from .update import SegmentCache, Update
 
 
 class HostGradient:
@@ -102,7 +102,7 @@ class Transfer:
         self.label, self.pipeline, self.buffers = label, pipeline, buffers
         self.pieces, self._counted = tuple(keys), counted
         self.gradient = HostGradient(buffers, self.pieces, pipeline.pool)
-        self.tables = Tables(buffers, keys, pipeline.pool)
+        self.segments = SegmentCache(buffers, keys, pipeline.pool)
         self.target: Tensor | None = None
         """Where published parameters go on the device. None: parameters rest on the host."""
         self.landing: dict[int, Tensor] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config.layout import Piece
 from ..system import compat
 from .host_buffers import HostBuffers, part, round_to
-from .kernel import Batch, Pool, Segment
+from .kernel import Pool, Segment, Segments
 from .pinned import Staging
 from .pipeline import Factor, SentParameters, wait_for_events
 from .rules import Rule
@@ -20,28 +20,28 @@ from .rules import Rule
 if TYPE_CHECKING:
     from .transfer import Transfer
 
-MOST_TABLES = 32
-"""Tables that one flat stores: one for each buffer that its gradient may be in, and each set of parameters in use."""
+MOST_STORED = 32
+"""Entries in one flat's cache: one for each buffer that the gradient may be in, and each set of parameters in use."""
 
 
-class Tables:
-    """The kernel's tables for one flat: which memory an update reads and writes. Made once and used again."""
+class SegmentCache:
+    """The kernel's segments of one flat: the memory that an update reads and writes. Prepared once and used again."""
 
     def __init__(self, buffers: HostBuffers, keys: Mapping[Piece, int], pool: Pool) -> None:
         self._buffers, self._keys, self._pool = buffers, keys, pool
-        self._known: dict[tuple[int, int, tuple[int, ...]], Batch] = {}
+        self._known: dict[tuple[int, int, tuple[int, ...]], Segments] = {}
 
-    def find(self, gradient: Tensor, output: Tensor, used: Collection[int]) -> Batch:
-        """The table for the parameters in use, by index in the flat, with these buffers."""
+    def find(self, gradient: Tensor, output: Tensor, used: Collection[int]) -> Segments:
+        """The segments of the parameters in use, by index in the flat, with these buffers."""
         key = (compat.pointer(gradient), compat.pointer(output), tuple(sorted(used)))
         if key not in self._known:
-            if len(self._known) >= MOST_TABLES:  # the parameters in use change from step to step
+            if len(self._known) >= MOST_STORED:  # the parameters in use change from step to step
                 self._known.clear()
             self._known[key] = self.make(gradient, output, used)
         return self._known[key]
 
-    def make(self, gradient: Tensor, output: Tensor, used: Collection[int]) -> Batch:
-        """The same table, not stored."""
+    def make(self, gradient: Tensor, output: Tensor, used: Collection[int]) -> Segments:
+        """The same, not stored."""
         pieces = [piece for piece in self._keys if piece.slot in used]
         return self._pool.prepare([self._segment(gradient, output, piece) for piece in pieces])
 
@@ -81,7 +81,7 @@ class Update:
     """A gradient whose dtype is wider than the buffer's. It is used in the buffer's place."""
     _output: Tensor = field(init=False)
 
-    def prepare(self) -> tuple[Batch, Sequence[Rule]]:
+    def prepare(self) -> tuple[Segments, Sequence[Rule]]:
         """Waits for everything that the update reads, and for copies that still read what it writes."""
         transfer, buffers = self.transfer, self.transfer.buffers
         if self.staging is None:
@@ -95,12 +95,12 @@ class Update:
             wait_for_events(self.high.arrival)
         gradient = transfer.gradient.value if self.staging is None else self.staging.tensor
         output = self._output = buffers.output(gradient) if self.high is None else self.high.tensor
-        tables, rules = transfer.tables, self.rules
+        cache, rules = transfer.segments, self.rules
         if self.wide_gradient is None:
-            batch = tables.find(gradient, output, rules.keys())
+            segments = cache.find(gradient, output, rules.keys())
         else:
-            batch = tables.make(self.wide_gradient, output, rules.keys())
-        return batch, [rules[piece.slot] for piece in transfer.pieces if piece.slot in rules]
+            segments = cache.make(self.wide_gradient, output, rules.keys())
+        return segments, [rules[piece.slot] for piece in transfer.pieces if piece.slot in rules]
 
     def finish(self) -> None:
         """Publishes the new parameters, and gives the buffers back."""

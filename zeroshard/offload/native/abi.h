@@ -46,7 +46,7 @@ struct Rule {
   float shrink;         // 1 - lr * weight_decay (AdamW), 1 otherwise
   float decay;          // weight_decay, with DECAY_GRADIENT
   float first_weight;   // Adam: 1 - beta1. SGD: 1 - dampening
-  float keep;           // Adam: beta2. SGD: momentum
+  float retention;      // the factor of the old moment. Adam: beta2. SGD: momentum
   float second_weight;  // Adam: 1 - beta2
   float correction;     // Adam: sqrt(1 - beta2 ** step)
   float epsilon;        // Adam

@@ -47,8 +47,8 @@ void add_squares(Doubles* sums, const void* values, int64_t count) {
   }
 }
 
-// Every path uses the same 16 sums: element i is added to sum i % 16, and then the sums are added pairwise. So the order
-// of additions does not depend on the path. Squares of fp32 values are exact in double.
+// Every path uses the same 16 sums: element i is added to sum i % 16, and then the sums are added pairwise. So the
+// order of additions does not depend on the path. Squares of fp32 values are exact in double.
 template <Kind kind>
 double square_sum_kind(const void* values, int64_t count) {
   constexpr int64_t width = kind == FP32 ? 4 : 2;
