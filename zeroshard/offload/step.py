@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..config.offload import Offload
-from ..config.table import Place
 from ..states.flat import Flat
 from ..states.unit import Unit, check_no_block_open
-from ..states.updates import StateKeeper, Updates
+from ..states.updates import FlatStates, Updates
 from .home import HostHome
 from .kernel import Rule
 from .pipeline import Factor, Pipeline
@@ -23,12 +22,9 @@ from .rules import moment_names, rule_of
 class HostStep(Updates):
     """The updates on the host of one model."""
 
-    place = Place.HOST
-
     def __init__(self, pipeline: Pipeline, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None) -> None:
         self.pipeline, self._units, self._optimizer = pipeline, units, optimizer
         self._options: Offload = pipeline.options
-        self.delays = self._options.delayed_update_after is not None
         self.homes: dict[Flat, HostHome] = {}
         """Of the trainable flats that live here."""
         self._delaying = False
@@ -93,7 +89,7 @@ class HostStep(Updates):
     # -- asked by the optimizer, in step() ------------------------------------------------------------------------
 
     @property
-    def keepers(self) -> dict[Flat, StateKeeper]:
+    def states_of(self) -> dict[Flat, FlatStates]:
         return dict(self.homes)
 
     def before_step(self) -> None:

@@ -34,7 +34,7 @@ def fill(reader: Reader, runtime: Runtime, optimizer: ShardedOptimizer | None) -
         _fill_values(reader, flat)
         if optimizer is not None and flat.trainable:
             _fill_states(reader, flat, optimizer)
-            if optimizer.delays_updates and _is_held(reader.index, flat):
+            if flat.home.delays and _is_held(reader.index, flat):
                 older[flat] = torch.zeros(flat.own.numel)
                 _read_range(reader, flat, SHOWN, flat.own, older[flat])
     for name, buffer in buffers_of(runtime):
@@ -63,7 +63,7 @@ def _fill_values(reader: Reader, flat: Flat) -> None:
 
 
 def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> None:
-    index, keeper = reader.index, optimizer.piece_states.keeper(flat)
+    index, keeper = reader.index, optimizer.piece_states.of_flat(flat)
     for piece in flat.pieces:
         name = name_of(flat.layout.slots[piece.slot].name)
         region = region_of(flat, piece.slot, piece.start, piece.stop)
