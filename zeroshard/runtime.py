@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from .comm import parallel
 from .comm.fabric import Fabric
-from .comm.traffic import Volume
 from .config.layout import find_units
 from .config.options import Config
 from .config.table import state_table
 from .init.materialise import adopt_values
-from .observe.ledger import Ledger, Memory, Stats
+from .observe.ledger import Ledger, Memory, Stats, StepTraffic
 from .observe.shortage import Answer
 from .offload.pipeline import Pipeline
 from .offload.place import place_on_host
@@ -71,12 +70,10 @@ class Runtime(NotCopyable):
             )
             for spec in specs
         ]
-        self._check_kept()
+        self._check_keep()
         self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
-        self._volume = Volume({}, {}, {})
-        self._host_traffic: dict[str, int] = {}
-        self._checkpoint_traffic: dict[str, int] = {}
+        self._traffic = StepTraffic()
         self.optimizer: ShardedOptimizer | None = None
 
         turns = Turns()
@@ -108,21 +105,21 @@ class Runtime(NotCopyable):
                 elsewhere=[] if self.host is None else [self.host],
             )
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
-        self.checkpoints = self._keep_activations()
+        self.checkpoints = self._watch_checkpoints()
         self.guards = Guards(model, self.units, fabric.device, self.finish_updates)
         title = f"rank {fabric.rank}, in stage {self.stage}"
         self.shortage = Answer(model, self.units, self.ledger, title=title, device=fabric.device)
         object.__setattr__(model, _ATTRIBUTE, self)
         _runtimes.add(self)
 
-    def _check_kept(self) -> None:
+    def _check_keep(self) -> None:
         names = {name for unit in self.units for name in (unit.name, unit.title)}
         for name in self.config.keep or ():
             if name not in names:
                 titles = [unit.title for unit in self.units]
                 raise ValueError(f"keep names {name!r}, which is no unit; units: {', '.join(titles)}")
 
-    def _keep_activations(self) -> Checkpoints | None:
+    def _watch_checkpoints(self) -> Checkpoints | None:
         options = self.config.activations
         if options is None:
             return None
@@ -139,7 +136,7 @@ class Runtime(NotCopyable):
     # -- parameters -----------------------------------------------------------------------------------------------
 
     def finish_updates(self) -> None:
-        """Waits for updates on the host, and publishes what a delayed one has made."""
+        """Waits for updates on the host, and publishes delayed ones."""
         if self.optimizer is not None:
             self.optimizer.finish_updates()
 
@@ -152,12 +149,12 @@ class Runtime(NotCopyable):
 
     @contextmanager
     def gathered(self, units: list[Unit], *, write: bool = False, lend: bool = False) -> Iterator[None]:
-        """Holds units present; ``lend``: user code reads them; ``write``: rank 0's values count when the block ends.
+        """Inside, units are present. ``lend``: user code reads them. ``write``: at the end rank 0's values count.
 
-        Units that were present before, say because backward needs them, stay so.
+        Units that were present before, because backward needs them for example, stay present.
         """
         if write:
-            self.finish_updates()  # or a delayed update would come over what is written
+            self.finish_updates()  # or a delayed update would overwrite the user's values
         absent = [unit for unit in units if not unit.present]
         try:
             for unit in units:
@@ -191,7 +188,10 @@ class Runtime(NotCopyable):
             )
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every parameter with its whole values, until the next: one unit at a time is here. Collective, to the end."""
+        """Every parameter with its whole values, which are valid until the next. One unit at a time is gathered.
+
+        Collective: all ranks must iterate to the end.
+        """
         for unit in self.units:
             with self.gathered([unit]):
                 for parameter in (parameter for flat in unit.flats for parameter in flat.parameters):
@@ -205,17 +205,13 @@ class Runtime(NotCopyable):
         flats = [flat for unit in self.units for flat in unit.flats]
         kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
         return Stats(
+            **vars(self._traffic),
             stage=self.stage,
-            volume=dict(self._volume.shards),
-            volume_between=dict(self._volume.replicas),
-            volume_model=dict(self._volume.model),
             parameters=sum(flat.layout.parameters for flat in flats),
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
-            memory=self.memory(),
+            memory=self.ledger.now(),
             host_memory=self._host_memory(),
-            host_traffic=dict(self._host_traffic),
-            checkpoint_traffic=dict(self._checkpoint_traffic),
             memory_at_step=self.ledger.at_step(),
             grad_norm=None if norm is None or compat.is_fake(norm) else float(norm),
             steps=0 if optimizer is None else optimizer.steps,
@@ -226,7 +222,7 @@ class Runtime(NotCopyable):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The host's threads and streams, where states live there."""
+        """The host's threads and streams, if states live there."""
         return None if self.host is None else self.host.pipeline
 
     def _host_memory(self) -> Memory | None:
@@ -236,11 +232,7 @@ class Runtime(NotCopyable):
         ring = 0 if self.host is None else self.host.pipeline.ring_bytes
         return self.ledger.on_host(ring, 0 if pool is None else pool.bytes)
 
-    def memory(self) -> Memory:
-        """This rank's memory now, by kind."""
-        return self.ledger.now()
-
-    # -- what a step asks of the passes around it (``optim.optimizer.Passes``) ------------------------------------
+    # -- for the optimizer's step (``optim.optimizer.Passes``) ----------------------------------------------------
 
     @property
     def order(self) -> list[Flat]:
@@ -266,11 +258,14 @@ class Runtime(NotCopyable):
         self.reducer.clear()
         self.schedule.lifetimes.end_step()
         self._buffers.follow_rank_zero()
-        self._volume = self.fabric.take_volume()
-        if self.host is not None:
-            self._host_traffic = self.host.pipeline.take_traffic()
-        if self.checkpoints is not None:
-            self._checkpoint_traffic = self.checkpoints.store.take_traffic()
+        volume = self.fabric.take_volume()
+        self._traffic = StepTraffic(
+            volume=volume.shards,
+            volume_between=volume.replicas,
+            volume_model=volume.model,
+            host_traffic={} if self.host is None else self.host.pipeline.take_traffic(),
+            checkpoint_traffic={} if self.checkpoints is None else self.checkpoints.store.take_traffic(),
+        )
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -288,7 +283,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def runtimes_of_parameters(parameters: Iterable[nn.Parameter]) -> dict[Runtime, list[Unit]]:
-    """The units that hold the given parameters, by runtime, each once and in order."""
+    """The units of the given parameters, by runtime. Each unit is there once, in the order of the parameters."""
     found: dict[Runtime, dict[Unit, None]] = {}
     for parameter in parameters:
         for runtime in _runtimes:

@@ -1,13 +1,14 @@
-"""Where the bytes are: model states by kind, read off the live buffers, never kept as counters that could drift.
+"""Where the bytes are: model states by kind, counted on the live buffers. There are no counters that could drift.
 
-A step notes what it is about to consume, which is not there any more when somebody asks: gradients, and units that are
-gathered. What rests is read when it is asked for; the optimizer's states too, unless the step is what makes them.
+A step notes the bytes of gradients and gathered units, because the step consumes them and nobody could count them
+later. Bytes at rest are counted when somebody asks. The optimizer's states are counted then too, and once more by a
+step that has new ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor, nn
 
@@ -20,10 +21,10 @@ from ..system import compat
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of this rank's model states in one place, by kind, and of what else is kept there."""
+    """Bytes of this rank's model states in one place, by kind, and of buffers and activation checkpoints there."""
 
     place: Place = Place.DEVICE
-    """Where they are. Everything is on the device until something is offloaded."""
+    """Where the bytes are. Everything is on the device unless it is offloaded."""
     parameters: int = 0
     """Parameters at rest: whole, or this rank's shards."""
     gradients: int = 0
@@ -31,7 +32,7 @@ class Memory:
     accumulators: int = 0
     """Gradients of several micro-batches in the accumulation dtype."""
     optimizer_states: int = 0
-    """Masters and what the optimizer keeps (momentum, variance)."""
+    """Masters, and the optimizer's states (momentum, variance)."""
     gathered: int = 0
     """Whole parameters of units that are gathered at this moment, where parameters rest as shards."""
     buffers: int = 0
@@ -49,37 +50,48 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer_states
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What ``zeroshard.stats(model)`` tells."""
+@dataclass(frozen=True, kw_only=True)
+class StepTraffic:
+    """What the last completed step moved. A step runs from one ``optimizer.step()`` to the next."""
+
+    volume: Mapping[str, Traffic] = field(default_factory=dict)
+    """Volume by collective."""
+    volume_between: Mapping[str, Traffic] = field(default_factory=dict)
+    """With a mesh: volume between replicas. ``volume`` is then the volume inside replicas."""
+    volume_model: Mapping[str, Traffic] = field(default_factory=dict)
+    """With divided activation checkpoints (P_a): volume between model-parallel ranks, which put checkpoints together.
+
+    The traffic of tensor parallelism itself does not count here: torch moves it."""
+    host_traffic: Mapping[str, int] = field(default_factory=dict)
+    """With offload: bytes of model states "to the host" and "to the device" that the last step asked for. Copies that
+    are made during the next step count too."""
+    checkpoint_traffic: Mapping[str, int] = field(default_factory=dict)
+    """With ``Activations(offload=True)``: bytes of activation checkpoints "to the host" and "to the device".
+    ``host_traffic`` does not include them."""
+
+    @property
+    def volume_elements(self) -> int:
+        """Elements communicated in the last step; an all-reduce counts twice."""
+        return sum(traffic.elements for traffic in self.volume.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(StepTraffic):
+    """What ``zeroshard.stats(model)`` returns."""
 
     stage: int
     """The ZeRO stage that runs."""
-    volume: Mapping[str, Traffic]
-    """By collective, what the last completed step moved. A step runs from one ``optimizer.step()`` to the next."""
-    volume_between: Mapping[str, Traffic]
-    """With a mesh, what moved between replicas; ``volume`` is then what moved inside them."""
-    volume_model: Mapping[str, Traffic]
-    """With divided activation checkpoints (P_a), what moved between model-parallel ranks to put them together again.
-
-    What tensor parallelism itself moves is not in it: that is torch's, and counted by ``comm.traffic``."""
     parameters: int
-    """Ψ: the elements of all parameters; with tensor parallelism, of this rank's parts of them."""
+    """Ψ: the elements of all parameters. With tensor parallelism: of this rank's parts of them."""
     padded_parameters: int
     """Ψ as it is communicated: the elements of all flats, padding included."""
     kept_parameters: int
-    """Ψ_kept: flat elements of units that are held from forward to backward (stage 3)."""
+    """Ψ_kept: flat elements of units that stay gathered from forward to backward (stage 3)."""
     memory: Memory
     """This rank's memory now."""
     host_memory: Memory | None
-    """With offload: this rank's states in host memory. Gradients there include the slots they land in. With
-    ``Activations(offload=True)``, also what checkpoints wait in."""
-    host_traffic: Mapping[str, int]
-    """With offload: bytes of model states "to the host" and "to the device" that the last step asked for, also where
-    the copies are made behind the next one."""
-    checkpoint_traffic: Mapping[str, int]
-    """With ``Activations(offload=True)``: bytes of activation checkpoints "to the host" and "to the device" in the last
-    step, beside ``host_traffic``."""
+    """With offload: this rank's states in host memory. Gradients there include the slots that they are copied to.
+    With ``Activations(offload=True)``: also the pool of activation checkpoints."""
     memory_at_step: Memory | None
     """This rank's memory between backward and update of the last step, as the papers count it."""
     grad_norm: float | None
@@ -89,12 +101,7 @@ class Stats:
     """Steps left out because fp16 gradients overflowed, or because of ``on_nonfinite``."""
     loss_scale: float | None
     stop_reason: str | None
-    """With ``on_nonfinite="stop"``: what was not finite, after which no step is made."""
-
-    @property
-    def volume_elements(self) -> int:
-        """Elements communicated in the last step; an all-reduce counts twice."""
-        return sum(traffic.elements for traffic in self.volume.values())
+    """With ``on_nonfinite="stop"``: what was not finite. No more steps are made then."""
 
 
 class Ledger:
@@ -103,7 +110,6 @@ class Ledger:
     def __init__(self, model: nn.Module, units: Sequence[Unit], states: PieceStates | None) -> None:
         self._model, self._states = model, states
         self._flats = [flat for unit in units for flat in unit.flats]
-        self._gathering = [flat for flat in self._flats if flat.sharded]
         self._noted: Memory | None = None
         self._known_states: tuple[object, int] = (None, 0)
 
@@ -112,39 +118,39 @@ class Ledger:
         return replace(self._with_resting(self._passing()), optimizer_states=self._optimizer_states())
 
     def note_step(self) -> None:
-        """Between backward and update."""
+        """Called between backward and update."""
         shape = None if self._states is None else self._states.shape()
         if shape != self._known_states[0]:
             self._known_states = (shape, self._optimizer_states())
         self._noted = replace(self._passing(), optimizer_states=self._known_states[1])
 
     def at_step(self) -> Memory | None:
-        """As it was between backward and update of the last step; None if there was none.
+        """The memory between backward and update of the last step; None if there was no step.
 
-        Parameters and buffers are counted when it is asked for: no step changes how large they are.
+        Parameters and buffers are counted now: no step changes how large they are.
         """
         return None if self._noted is None else self._with_resting(self._noted)
 
     def _passing(self) -> Memory:
-        """What comes and goes within a step."""
-        gradients: list[Tensor] = []
-        accumulators: list[Tensor] = []
+        """Memory that is used for a part of a step only."""
+        gradients: dict[int, int] = {}
+        accumulators: dict[int, int] = {}
         for flat in self._flats:
             if flat.trainable:
                 found = flat.home.on_device()
-                gradients += [*flat.gradient.tensors(), *found.gradients]
-                accumulators += found.accumulators
+                gradients |= _storages([*flat.gradient.tensors(), *found.gradients])
+                accumulators |= _storages(found.accumulators)
         return Memory(
-            gradients=_bytes(gradients),
-            accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators) if accumulators else 0,
-            gathered=_bytes(flat.whole for flat in self._gathering),
+            gradients=sum(gradients.values()),
+            accumulators=sum(size for key, size in accumulators.items() if key not in gradients),
+            gathered=_bytes(flat.whole for flat in self._flats if flat.sharded),
         )
 
     def _with_resting(self, memory: Memory) -> Memory:
-        """With what no step changes the size of."""
+        """Adds the memory whose size no step changes."""
         return replace(
             memory,
-            parameters=_bytes(flat.shard for flat in self._flats if flat.has_shard),
+            parameters=_bytes(flat.shard for flat in self._flats if not flat.home.fills_shard),
             buffers=_bytes(self._model.buffers()),
         )
 
@@ -153,9 +159,10 @@ class Ledger:
         return _bytes([*masters, *([] if self._states is None else self._states.on_device())])
 
     def on_host(self, ring: int, checkpoints: int) -> Memory:
-        """This rank's model states in host memory, with the bytes of the buffers that gradients share in turn.
+        """This rank's model states in host memory.
 
-        ``checkpoints`` are the bytes for activation checkpoints.
+        ``ring`` are the bytes of the buffers that gradients use in turn, ``checkpoints`` those of the pool of
+        activation checkpoints.
         """
         sizes = {"gradients": ring}
         for flat in self._flats:
@@ -165,15 +172,9 @@ class Ledger:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    sizes = ((compat.storage_key(tensor), tensor.untyped_storage().nbytes()) for tensor in tensors)
-    return {key: size for key, size in sizes if size}
+    """Bytes of the storages behind tensors, each storage once."""
+    return {compat.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind tensors, each counted once."""
     return sum(_storages(tensors).values())
-
-
-def _bytes_of_both(some: Iterable[Tensor], others: Iterable[Tensor]) -> int:
-    mine = _storages(some)
-    return sum(size for pointer, size in _storages(others).items() if pointer in mine)

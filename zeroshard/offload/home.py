@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ..config.layout import Piece, Slot
 from ..config.table import Place
-from ..states.device_home import Stash
 from ..states.flat import Flat
 from ..states.home import Home, StateTensors
-from ..states.updates import StateKeeper
+from ..states.updates import FlatStates
 from ..system import trace
 from .host_buffers import HostBuffers, join, round_to
 from .pipeline import Pipeline, SentParameters
@@ -30,8 +29,8 @@ STATE_KINDS = {"slot": "gradients", "total": "accumulators", "resting": "paramet
 """The kind of state that a buffer is, for the memory ledger. All other buffers are optimizer states."""
 
 
-class HostHome(Home, StateKeeper):
-    """The home on the host of one flat."""
+class HostHome(Home, FlatStates):
+    """Where one flat's optimizer states and averaged gradients live on the host."""
 
     place = Place.HOST
     asynchronous = True
@@ -41,7 +40,8 @@ class HostHome(Home, StateKeeper):
         super().__init__(flat)
         self.buffers, self.label, self._step, self._pipeline = buffers, flat.label, step, pipeline
         self.separate_master = flat.trainable
-        self.joins_master = buffers.split
+        self.joins_master, self.fills_shard = buffers.split, buffers.rests_here
+        self.delays = pipeline.options.delayed_update_after is not None
         pipeline.buffers.append(buffers)
         pieces = flat.layout.pieces(flat.own) if flat.trainable else ()
         keys = {piece: _rounding_key(flat.layout.slots[piece.slot]) for piece in pieces}
@@ -49,12 +49,9 @@ class HostHome(Home, StateKeeper):
         self.counts: dict[Piece, int] = dict.fromkeys(pieces, 0)
         """The number of steps that each piece has made."""
         self.received = 0
-        """Gradients that came since the last step."""
-        self.held = False
+        """Micro-batches whose gradients came since the last step."""
         self.updated_early = False
-        """Whether this step's update was asked for in backward."""
-        self._stash = Stash(flat.dtype, flat.precision.accumulate)
-        """A gradient that waits on the device for the step, and the factor of the whole gradient."""
+        """This step's update was made in backward."""
         self._norm: Tensor | None = None
         """The norm of the first micro-batch's gradient."""
 
@@ -63,10 +60,6 @@ class HostHome(Home, StateKeeper):
     @property
     def resting(self) -> Tensor | None:
         return self.buffers.resting
-
-    @property
-    def fills_shard(self) -> bool:
-        return self.buffers.rests_here
 
     @property
     def stored(self) -> Tensor:
@@ -159,11 +152,8 @@ class HostHome(Home, StateKeeper):
     # -- averaged gradients ---------------------------------------------------------------------------------------
 
     @property
-    def factor(self) -> Tensor | None:
-        return self._stash.factor
-
-    @property
     def has_gradient(self) -> bool:
+        """Whether an averaged gradient came since the last step."""
         return self._stash.values is not None or self.received > 0
 
     def begin_backward(self) -> None:
@@ -191,12 +181,6 @@ class HostHome(Home, StateKeeper):
             # gradient that comes in parts are together.
             self._stash.add(gradient, is_sum=self.flat.alone)
 
-    def scale(self, factor: Tensor) -> None:
-        self._stash.scale(factor)
-
-    def counted(self) -> Tensor | None:
-        return None if self._stash.values is None else self._stash.values[self.flat.counted]
-
     def norm(self) -> Tensor | None:
         if not self.received:
             return None
@@ -212,14 +196,14 @@ class HostHome(Home, StateKeeper):
 
     def discard(self, slot: int) -> None:
         self.check_not_updated()
-        self._stash.zero(self.flat.layout.pieces(self.flat.own), slot)
+        super().discard(slot)
         if self.received:
             self._norm = None
             self.transfer.change(lambda gradient: gradient.zero(slot))
 
     def forget(self) -> None:
         self.check_not_updated()
-        self._stash.clear()
+        super().forget()
         if self.received:
             self.transfer.change(HostGradient.empty)
         self.received, self._norm = 0, None
@@ -283,14 +267,6 @@ class HostHome(Home, StateKeeper):
                     state["step"] = torch.tensor(float(count))
                 found[self.flat.pieces[piece]] = state
         return found
-
-    def load(self, piece: Piece, state: dict[str, Any]) -> None:
-        self.take_scalars(piece, state, moments=state.get("momentum_buffer") is not None)
-        for name, moment in self.buffers.moments(piece).items():
-            value = state.get(name)
-            if value is not None:
-                whole = self.flat.layout.slots[piece.slot].part(value).reshape(-1)
-                moment.copy_(whole[piece.start : piece.stop])
 
     def room_for(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor | None:
         return self.buffers.moments(piece).get(name)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..config.offload import Offload
-from ..config.table import Place
 from ..states.flat import Flat
 from ..states.unit import Unit, check_no_block_open
-from ..states.updates import StateKeeper, Updates
+from ..states.updates import FlatStates, Updates
 from .home import HostHome
 from .pipeline import Factor, Pipeline
 from .rules import Rule, moment_names, rule_of
@@ -24,12 +23,9 @@ from .update import Update
 class HostStep(Updates):
     """The updates of one model on the host."""
 
-    place = Place.HOST
-
     def __init__(self, pipeline: Pipeline, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None) -> None:
         self.pipeline, self._units, self._optimizer = pipeline, units, optimizer
         self._options: Offload = pipeline.options
-        self.delays = self._options.delayed_update_after is not None
         self.homes: dict[Flat, HostHome] = {}
         """The homes of the trainable flats whose states live on the host."""
         self._delaying = False
@@ -97,7 +93,7 @@ class HostStep(Updates):
     # -- called by the optimizer, in step() -----------------------------------------------------------------------
 
     @property
-    def keepers(self) -> dict[Flat, StateKeeper]:
+    def states_of(self) -> dict[Flat, FlatStates]:
         return dict(self.homes)
 
     def before_step(self) -> None:

@@ -8,7 +8,7 @@ from ..config.options import LossScale
 
 
 class LossScaler:
-    """The dynamic loss scale: lowered by a step that overflows, raised after many that do not."""
+    """The loss scale. A step that overflows lowers it. Many steps in a row without overflow raise it."""
 
     def __init__(self, config: LossScale) -> None:
         self._config = config
@@ -16,11 +16,11 @@ class LossScaler:
         self._good_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """What a checkpoint stores."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: dict[str, float]) -> None:
-        """Goes on from what ``state`` gave."""
+        """Takes what ``state`` returned."""
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
 
     @property

@@ -1,11 +1,11 @@
-"""NaN and inf: found at the step where they come up, traced to a unit, and kept out of the states.
+"""NaN and inf: found in the step where they appear, traced to a unit. They never reach the states.
 
-Looked for in two places. Forward: every unit's output, so that the first one whose output is not finite is known.
-Backward: the averaged gradients, whose global norm is not finite if any element is; the first in the order of backward
-is where it began. Ranks agree on the finding, for all of them must leave the step out, or none.
+The search has two places. In forward: every unit's output, which tells the first unit whose output is not finite. In
+backward: the averaged gradients. Their global norm is not finite if any element is not; the first such flat in the
+order of backward is where it began. All ranks must leave the step out, or none, so they agree on the result.
 
-It costs a pass over each unit's output and over the gradients, unless clipping makes that anyway, and ``step()`` waits
-for the device. So it is an option.
+The search costs a pass over each unit's output and one over the gradients (which clipping makes anyway), and ``step()``
+waits for the device. So it is an option.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class NonFiniteError(RuntimeError):
 
 
 class Faults:
-    """Watches one model."""
+    """The search for NaN and inf in one model, and the policy when they are found."""
 
     def __init__(self, policy: Policy | None, fabric: Fabric, buffers: Buffers) -> None:
         self._policy, self._fabric, self._buffers = policy, fabric, buffers
         self._outputs: list[tuple[str, Tensor]] = []
-        """Names of what was computed, in order, and whether all of it was finite; on the device."""
+        """Titles of units in the order of their outputs, and whether the output was finite; on the device."""
         self.stop_reason: str | None = None
         """Why training was stopped, with the policy "stop"."""
         self._fault: str | None = None
@@ -52,17 +52,17 @@ class Faults:
         return self._policy is not None
 
     def states_loaded(self) -> None:
-        """Other values are what a step that is left out goes back to, and what training may go on from."""
+        """Called when a checkpoint was loaded. A step that is left out goes back to the loaded buffers."""
         self._outputs.clear()
         self.stop_reason = None
         if self.watching:
             self._buffers.remember()
 
     def begin(self) -> None:
-        """A forward begins, and no gradients wait for a step: what earlier ones computed does not count.
+        """Called when a forward begins and no gradients wait for a step. Outputs of earlier forwards do not count.
 
-        The first that is trained on is where the step begins: what was written to buffers before is not of it. A second
-        one, before any backward, may be of the same step.
+        The first forward with gradients begins the step: a step that is left out goes back to the buffers of this
+        moment. A second forward before any backward may belong to the same step.
         """
         self._outputs.clear()
         if self.watching and torch.is_grad_enabled() and not self._underway:
@@ -70,11 +70,11 @@ class Faults:
             self._buffers.remember()
 
     def begin_backward(self) -> None:
-        """If the gradients that it makes are dropped, the next forward begins a step anew."""
+        """Called when a backward begins. If its gradients are dropped, the next forward begins a new step."""
         self._underway = False
 
     def look_at(self, unit: Unit, output: Any) -> None:
-        """At what a unit computed in a forward that will be trained on. The root's is the model's, mostly the loss."""
+        """Looks at a unit's output in a forward with gradients. The root's output is the model's, mostly the loss."""
         if self.watching and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.is_floating_point() and not tensor.is_sparse and tensor.numel():
@@ -85,14 +85,14 @@ class Faults:
             raise NonFiniteError(f"training was stopped: {self.stop_reason}")
 
     def found(self, step: int, norm: Tensor, order: list[Flat], overflow_is_normal: bool) -> bool:
-        """Whether anything was not finite in a step, on any rank. Collective, and waits for the device."""
+        """Whether anything was not finite in a step, on any rank. Collective. Waits for the device."""
         self._fault = self._find(step, norm, order, overflow_is_normal)
         if self._fault is not None:
             self._buffers.recall()  # what a bad forward wrote to them
         return self._fault is not None
 
     def _find(self, step: int, norm: Tensor, order: list[Flat], overflow_is_normal: bool) -> str | None:
-        """What was not finite, the same words on all ranks; None if nothing."""
+        """A sentence that names what was not finite, the same on all ranks; None if all was finite."""
         outputs, self._outputs = self._outputs, []
         finite = torch.stack([flag for _, flag in outputs]).tolist() if outputs else []
         forward = next((title for (title, _), good in zip(outputs, finite, strict=True) if not good), None)
@@ -111,7 +111,7 @@ class Faults:
         return f"step {step}: the gradients of {first} are not finite{others}"
 
     def act(self) -> None:
-        """At the end of a step: what the policy asks for, where something was found."""
+        """Called at the end of a step. Does what the policy asks for, if something was not finite."""
         found, self._fault = self._fault, None
         self._underway = False
         if self.watching:
@@ -128,4 +128,4 @@ class Faults:
 
 
 def _is_finite(flat: Flat) -> bool:
-    return all(math.isfinite(float(norm)) for norm in local_norms([flat]))
+    return all(math.isfinite(float(norm)) for norm in local_norms([flat]).values())

@@ -10,18 +10,18 @@ from ..states.flat import Flat
 from ..system import compat
 
 REPLICAS_APART = 1e-2
-"""Gradients that should be the same may differ by rounding, where kernels add in no fixed order, and by no more."""
+"""Gradients that should be equal may differ by this share: kernels may add in no fixed order, and round."""
 
 
 def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
     """The 2-norm of the whole model's averaged gradients, an fp64 scalar on the device.
 
-    Each rank sums the squares of its own shards, the partial sums are added in rank order: all stages and all ranks
-    get the same bits. What every model-parallel rank has whole is counted by the first of them.
+    Each rank sums the squares of its own shards. The partial sums are added in rank order, so that all stages and all
+    ranks get the same bits. Parameters that every model-parallel rank has whole count on the first of these ranks.
     """
     if fabric.model.rank > 0:
         flats = [flat for flat in flats if flat.divided]
-    found = _norms(flats)
+    found = local_norms(flats)
     if not found:
         mine = torch.zeros((), dtype=torch.float64, device=fabric.device)
     else:
@@ -33,8 +33,8 @@ def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
     return fabric.sum_in_order(mine).sqrt()
 
 
-def _norms(flats: list[Flat]) -> dict[Flat, Tensor]:
-    """The norm of each flat's averaged gradient, of this rank's part; of the flats that have one, in their order."""
+def local_norms(flats: list[Flat]) -> dict[Flat, Tensor]:
+    """The norm of each flat's averaged gradient, of the part on this rank. Flats without gradient are left out."""
     on_device = {flat: part for flat in flats if (part := flat.home.counted()) is not None}
     found = dict(zip(on_device, compat.norms(list(on_device.values()), torch.float64), strict=True))
     for flat in flats:
@@ -43,16 +43,11 @@ def _norms(flats: list[Flat]) -> dict[Flat, Tensor]:
     return {flat: found[flat] for flat in flats if flat in found}
 
 
-def local_norms(flats: list[Flat]) -> list[Tensor]:
-    """The norm of each flat's averaged gradient, of the part on this rank; of the flats that have one."""
-    return list(_norms(flats).values())
-
-
 def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
-    """What every tensor-parallel rank has whole must have one gradient on all of them, or its values drift apart.
+    """Raises if parameters that every tensor-parallel rank has whole have different gradients on these ranks.
 
-    Asked in the first step, and in the first after a load, for it waits for the device. Gradients that are on the
-    host by then are not seen.
+    Their values would drift apart. The check waits for the device, so it runs only in the first step and in the first
+    step after a load. It does not see gradients that are on the host by then.
     """
     parts = {flat: part for flat in flats if not flat.divided and (part := flat.home.counted()) is not None}
     if fabric.model.world == 1 or fabric.backend == "fake" or not parts:
@@ -70,5 +65,5 @@ def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied by, as ``torch.nn.utils.clip_grads_with_norm_`` has it. Stays on the device."""
+    """The factor for gradients, as in ``torch.nn.utils.clip_grads_with_norm_``. It stays on the device."""
     return torch.clamp(max_norm / (norm.to(torch.float32) + 1e-6), max=1.0)

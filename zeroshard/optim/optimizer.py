@@ -1,4 +1,4 @@
-"""The sharded torch optimizer: the user's own optimizer, run on the pieces of parameters that this rank keeps.
+"""The sharded torch optimizer: the user's own optimizer, run on the pieces of parameters that this rank updates.
 
 A step has four phases: agree on the averaged gradients; find norm and scale; update unit by unit, in the order in
 which the next forward needs them; publish each unit as it is done.
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..comm.fabric import Fabric
-from ..config.table import Place
 from ..states.flat import Flat
 from ..states.gradient import hide_all
 from ..states.updates import Updates
@@ -35,7 +34,7 @@ class Passes(Protocol):
         """Raises while a ``gathered`` block shows parameters."""
 
     def agree(self) -> bool:
-        """Brings all ranks to the same averaged gradients; False if they had agreed already."""
+        """Brings all ranks to the same averaged gradients. Returns False if they had agreed already."""
 
     def begin_step(self) -> None:
         """Called after the agreement, before anything is updated."""
@@ -47,7 +46,7 @@ class Passes(Protocol):
         """Called when all updates are made or under way."""
 
     def failed(self, error: Exception) -> None:
-        """Called with what a step raised."""
+        """Called with the error that a step raised."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -73,7 +72,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The list and the dicts in it are the original's, so schedulers built on either handle steer this one.
         self.param_groups = original.param_groups
         compat.adopt_step_hooks(self, original)
-        self._original = original
+        self.unsharded = original
+        """The optimizer that was given to ``shard()``."""
         on_device = DeviceUpdates(original, flats)
         self._updates: list[Updates] = [*elsewhere, on_device]
         self._state = on_device.state
@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self, value: defaultdict[Tensor, dict[str, Any]]) -> None:
         if getattr(self, "_complete", False):
             raise RuntimeError("the state of a sharded optimizer cannot be assigned; use load_state_dict()")
-        self._state = value  # torch sets an empty one, before there is anything to wait for
+        self._state = value  # torch's constructor sets an empty one
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -138,7 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             for updates in self._updates:
                 updates.skip()
-        compat.mark_stepped(self._original)
+        compat.mark_stepped(self.unsharded)
         self._passes.end_step()
         self._treatment.faults.act()
 
@@ -160,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._treatment.grad_norm
 
     def finish_updates(self) -> None:
-        """Waits for updates under way, and publishes what a delayed one has made."""
+        """Waits for updates under way, and publishes delayed ones."""
         for updates in self._updates:
             updates.finish()
 
@@ -186,13 +186,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- for checkpoints ------------------------------------------------------------------------------------------
 
-    @property
-    def unsharded(self) -> torch.optim.Optimizer:
-        """The optimizer that was given to ``shard()``."""
-        return self._original
-
     def settle(self, what: str) -> None:
-        """Waits until nothing is under way. Raises where gradients wait for their step: they would be lost."""
+        """Waits until nothing is under way. Raises if gradients wait for their step: they would be lost."""
         for updates in self._updates:
             updates.settle()
         self.piece_states.settled()
@@ -207,33 +202,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def progress(self) -> dict[str, Any]:
-        """Counts that the next step goes on from."""
+        """Counts, and other facts apart from states, that the next step needs from the last one."""
         scaler = self._treatment.scaler
         return {
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "loss_scale": None if scaler is None else scaler.state(),
-            "host": next((updates.progress() for updates in self._updates if updates.place is Place.HOST), None),
+            "host": next((found for updates in self._updates if (found := updates.progress()) is not None), None),
         }
 
     def load_progress(self, progress: dict[str, Any]) -> None:
-        """Goes on from what ``progress`` returned; what this run has no use for is left."""
+        """Takes what ``progress`` returned when a checkpoint was saved. Ignores facts that this run does not need."""
         self.steps, self.skipped_steps = int(progress["steps"]), int(progress["skipped_steps"])
         scaler = self._treatment.scaler
         if scaler is not None and progress["loss_scale"] is not None:
             scaler.load(progress["loss_scale"])
-        for updates in self._updates:
-            if updates.place is Place.HOST and progress["host"] is not None:
+        if progress["host"] is not None:
+            for updates in self._updates:
                 updates.load_progress(progress["host"])
 
     def states_loaded(self) -> None:
         """Called when a checkpoint was loaded."""
         self._treatment.check_replicas = True
-
-    @property
-    def delays_updates(self) -> bool:
-        """Whether updates may be held back."""
-        return any(updates.delays for updates in self._updates)
 
 
 def _refuse_old_handle(optimizer: torch.optim.Optimizer, *_: object) -> None:

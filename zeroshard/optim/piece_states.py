@@ -1,8 +1,8 @@
 """The states of the sharded optimizer, and the way to torch's whole state dict and back.
 
-States belong to pieces of parameters. Those of flats on the device are where torch's own optimizer puts them, those of
-flats on the host are in their homes. A state dict is put together from all ranks' pieces, a parameter at a time, and
-cut into pieces again.
+States belong to pieces of parameters. For flats on the device, they are where torch's own optimizer puts them. For
+flats on the host, they are in the flats' homes. A state dict is put together from all ranks' pieces, one flat at a
+time. A state dict that is loaded is cut into pieces again.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from torch.distributed.tensor import DTensor
 from ..comm import parallel
 from ..comm.fabric import Fabric
 from ..config.layout import Piece
+from ..config.optimizers import SCALARS
 from ..states.flat import Flat
-from ..states.updates import StateKeeper, Updates
+from ..states.updates import FlatStates, Updates
 
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
 
 
 class PieceStates:
-    """By piece, what an optimizer keeps."""
+    """The states of an optimizer, by piece."""
 
     def __init__(
         self, state: defaultdict[Tensor, dict[str, Any]], flats: list[Flat], updates: Sequence[Updates], fabric: Fabric
     ) -> None:
         self._state, self._flats, self._updates, self._fabric = state, flats, updates, fabric
-        self._keepers = {flat: keeper for each in updates for flat, keeper in each.keepers.items()}
+        self._states_of = {flat: states for each in updates for flat, states in each.states_of.items()}
         self._loads = 0
 
     def settled(self) -> defaultdict[Tensor, dict[str, Any]]:
         """All states, after the updates that are under way."""
         for each in self._updates:
             each.wait()
-        for keeper in self._keepers.values():
-            self._state.update(keeper.states())
+        for states in self._states_of.values():
+            self._state.update(states.states())
         return self._state
 
     def shape(self) -> tuple[int, int, int]:
-        """Changes when tensors come into being or are loaded, for the memory ledger: no step changes their sizes."""
+        """Changes when state tensors are made or loaded. If it is the same, the states' sizes are the same."""
         states = [state for state in self._state.values() if isinstance(state, dict)]
         tensors = sum(isinstance(value, Tensor) for state in states for value in state.values())
         return self._loads, len(self._state), tensors
 
     def on_device(self) -> list[Tensor]:
         """The states that live on the device, for the memory ledger."""
-        return [tensor for keeper in self._keepers.values() for tensor in keeper.device_states()]
+        return [tensor for states in self._states_of.values() for tensor in states.device_states()]
 
     def take_over(self, original: torch.optim.Optimizer) -> None:
         """Cuts state that the optimizer already has into pieces."""
@@ -60,9 +61,21 @@ class PieceStates:
             for piece in flat.pieces:
                 parameter = flat.parameters[piece.slot]
                 if parameter in original.state:
-                    self._keepers[flat].load(piece, _with_whole_tensors(original.state[parameter]))
+                    self._load(flat, piece, _with_whole_tensors(original.state[parameter]))
         self.take_common({key: value for key, value in original.state.items() if not isinstance(key, Tensor)})
         original.state.clear()
+
+    def _load(self, flat: Flat, piece: Piece, state: dict[str, Any]) -> None:
+        """Takes one parameter's whole state, as torch's optimizers have it, without the master."""
+        states, slot, scalars = self._states_of[flat], flat.layout.slots[piece.slot], {}
+        moments = False
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != slot.whole_shape or name in SCALARS:
+                scalars[name] = value
+            elif (room := states.room_for(piece, name, flat.pieces[piece].dtype)) is not None:
+                room.copy_(slot.part(value).reshape(-1)[piece.start : piece.stop])
+                moments = True
+        states.take_scalars(piece, scalars, moments=moments)
 
     # -- state dict -----------------------------------------------------------------------------------------------
 
@@ -73,16 +86,14 @@ class PieceStates:
         for flat in self._flats:
             for index, state in self._whole_states(flat).items():
                 packed[numbers[id(flat.parameters[index])]] = state
-        start, groups = 0, []
+        groups = []
         for group in param_groups:
-            members = range(start, start + len(group["params"]))
             settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            groups.append({**settings, "params": list(members)})
-            start = members.stop
+            groups.append({**settings, "params": [numbers[id(p)] for p in group["params"]]})
         return {"state": {**dict(sorted(packed.items())), **copy.deepcopy(self.common())}, "param_groups": groups}
 
     def load_state_dict(self, param_groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-        """Takes a whole state in torch's format, into the groups too. Collective."""
+        """Takes a whole state in torch's format, the settings of groups included. Collective."""
         groups = state_dict["param_groups"]
         ours = [len(group["params"]) for group in param_groups]
         if [len(group["params"]) for group in groups] != ours:
@@ -108,17 +119,14 @@ class PieceStates:
                     if master is not None:
                         masters[piece] = master
                     if state:
-                        self._keepers[flat].load(piece, state)
+                        self._load(flat, piece, state)
                 if masters and flat.home.separate_master:
                     flat.home.adopt(_with_masters(flat, masters))
-                if self._agree_any(bool(masters)) and flat.home.separate_master:
+                if self._fabric.maximum([int(bool(masters))])[0] and flat.home.separate_master:
                     flat.publish()
 
-    def _agree_any(self, flag: bool) -> bool:
-        return bool(self._fabric.maximum([int(flag)])[0])
-
     def _whole_states(self, flat: Flat) -> dict[int, dict[str, Any]]:
-        """Per parameter of a flat, its state put together from all ranks."""
+        """The state of each parameter of a flat, put together from all ranks."""
         mine: dict[int, dict[str, Any]] = {}
         parts: dict[str, list[tuple[int, Tensor]]] = {}
         master = flat.home.master() if flat.home.separate_master else None
@@ -165,32 +173,32 @@ class PieceStates:
         return dict(self._state.get(tensor, {}))
 
     def common(self) -> dict[Any, Any]:
-        """What the optimizer keeps for no parameter in particular; the same on all ranks, as elements do not enter."""
+        """State of the optimizer that belongs to no parameter. No element enters, so all ranks have the same."""
         return {key: value for key, value in self._state.items() if not isinstance(key, Tensor)}
 
     def take_common(self, state: dict[Any, Any]) -> None:
-        """Takes it back."""
+        """Takes what ``common`` returned."""
         common: dict[Any, Any] = self._state
         common.update(state)
 
     def forget(self) -> None:
         """Forgets all states, before others are loaded."""
-        for keeper in self._keepers.values():
-            keeper.forget_states()
+        for states in self._states_of.values():
+            states.forget_states()
         self._state.clear()
         self._loads += 1
 
     def takes(self, name: str) -> bool:
         """Whether there is room for a state of this name."""
-        return all(keeper.takes(name) for keeper in self._keepers.values())
+        return all(states.takes(name) for states in self._states_of.values())
 
-    def keeper(self, flat: Flat) -> StateKeeper:
-        """What takes a flat's states when they are loaded piece by piece."""
-        return self._keepers[flat]
+    def of_flat(self, flat: Flat) -> FlatStates:
+        """The states of one flat, to be loaded piece by piece."""
+        return self._states_of[flat]
 
 
 def _with_masters(flat: Flat, masters: dict[Piece, Tensor]) -> Tensor:
-    """The master's values with those of a state dict in their places."""
+    """The master's values, where those of a state dict replace the present ones."""
     values = flat.home.master().clone()
     for piece, master in masters.items():
         whole = flat.layout.slots[piece.slot].part(master).reshape(-1)
@@ -199,5 +207,5 @@ def _with_masters(flat: Flat, masters: dict[Piece, Tensor]) -> Tensor:
 
 
 def _with_whole_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """State that the optimizer had before: of DTensors, it is in DTensors."""
+    """State from before ``shard()``, with whole tensors in place of DTensors."""
     return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}

@@ -1,4 +1,4 @@
-"""What is done to averaged gradients before the update: look for NaN and inf, unscale, clip."""
+"""The treatment of averaged gradients before the update: look for NaN and inf, unscale, clip."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ class Treatment:
         self.grad_norm: Tensor | None = None
         """Global gradient norm before clipping, of the last step that computed it; on the device."""
         self.check_replicas = True
-        """Compare, in the coming step, the gradients of what every tensor-parallel rank has whole."""
+        """Whether the coming step compares gradients of parameters that every tensor-parallel rank has whole."""
 
     def begin(self) -> None:
         """Called once for every new set of averaged gradients."""
         self._clipped = False
 
     def apply(self, step: int, order: list[Flat]) -> bool:
-        """Clips and unscales. False if the step is to be left out. Waits for the device only with loss scaling."""
+        """Clips and unscales. Returns False if the step is to be left out.
+
+        Waits for the device only with loss scaling or ``on_nonfinite``.
+        """
         if self.check_replicas:
             check_replicas_agree(self._flats, self._fabric)
             self.check_replicas = False

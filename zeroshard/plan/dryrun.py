@@ -220,7 +220,7 @@ class _PeakWatch(compat.OperationWatch):
 
     def see(self, tensors: list[Tensor]) -> None:
         if not self.memory.total and self._now() >= self._enough:
-            self.memory = self._runtime.memory()
+            self.memory = self._runtime.ledger.now()
 
 
 class _LiveStorages(compat.OperationWatch):

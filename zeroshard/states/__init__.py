@@ -1,5 +1,9 @@
-"""What a rank keeps of a model: units, their flats, and gradients.
+"""What a rank stores of a model: units, their flats, and gradients.
 
-This room knows what memory holds and who owns it, not when a step needs it. Read ``unit`` first, then ``flat`` and
-``gradient``.
+This room knows which memory exists and who owns it. It must not know when a step needs it: that is ``schedule``. It
+also must not know what the host does: ``offload`` implements the host's ``Home``.
+
+The door is ``Unit`` with its ``Flat``s; a flat leads to its ``FlatGradient`` and its ``Home``. ``Home`` and ``Updates``
+are the two interfaces that the device and the host both implement. Read ``unit`` first, then ``flat``, ``gradient`` and
+``home``.
 """

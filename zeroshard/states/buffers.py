@@ -1,8 +1,9 @@
 """Buffers that a model writes while it trains, such as batch norm's running statistics, follow rank 0, as in DDP.
 
-(With tensor parallelism: the first rank that has the same part of the model, whose buffers may be of that part.)
-DDP broadcasts them before every forward. Here a step does, and only if some rank wrote to one since the last: a model
-whose buffers are constants pays nothing. With ``on_nonfinite`` a copy of each is kept, and renewed twice a step.
+With tensor parallelism they follow the first rank that has the same part of the model, because buffers may belong to
+that part. DDP broadcasts buffers before every forward. Here a step broadcasts them, and only if some rank wrote to a
+buffer since the last step: a model whose buffers are constants pays nothing. With ``on_nonfinite`` there is a copy of
+every buffer, which is renewed twice a step.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from ..comm.fabric import DisagreementError, Fabric
 from ..system import compat
 
 
-class _Kept(NamedTuple):
-    """A buffer as it was."""
+class _BufferCopy(NamedTuple):
+    """A buffer and its values at an earlier time."""
 
     buffer: Tensor
-    """The object itself: a model may put another in its place."""
+    """The object itself: a model may put another object in its place."""
     values: Tensor
     persistent: bool
 
     @property
-    def whole(self) -> bool:
-        """Whether its values can be copied to and fro: neither its shape nor its memory is another by now."""
+    def fits(self) -> bool:
+        """Whether values can still be copied between the two: the buffer has its shape, and memory for each element."""
         return self.values.shape == self.buffer.shape and not _repeats(self.buffer)
 
 
 def make_ordinary(model: nn.Module) -> None:
     """Gives buffers that were made under ``torch.inference_mode()`` memory that can be written, with the same values.
 
-    The objects stay. Nobody outside that mode can write to such a tensor, so not even rank 0's values could be taken.
+    The objects stay. Outside that mode nobody can write to such a tensor, so rank 0's values could not be taken.
     """
     names: dict[int, str] = {}
     for name, buffer in model.named_buffers():
@@ -62,82 +63,77 @@ class Buffers:
     def __init__(self, model: nn.Module, fabric: Fabric) -> None:
         self._model, self._fabric = model, fabric
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
-        self._kept: dict[tuple[nn.Module, str], _Kept] = {}
+        self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
         self._empty: set[tuple[nn.Module, str]] = set()
-        """Those that were None."""
+        """Buffers that were None when the copies were made."""
         self.differ = False
-        """Some rank wrote to a buffer, as the ranks agreed."""
+        """The ranks agreed that one of them wrote to a buffer."""
         self.shapes = 0
-        """A hash of the buffers' sizes, the same in all processes that have the same."""
+        """A hash of the buffers' sizes. Processes whose buffers have the same sizes have the same hash."""
         self.uneven = False
-        """Ranks have buffers of different sizes, as they agreed."""
+        """The ranks agreed that their buffers differ in size."""
         self.look()
 
     def look(self) -> bool:
         """Whether this rank wrote to a buffer, or replaced one, since the last look."""
         unseen = any(_averages_unseen(module) for module in self._model.modules())
-        before, buffers = self._seen, list(self._model.buffers())
+        buffers = list(self._model.buffers())
         if any(buffer.is_inference() for buffer in buffers):  # made by an evaluation
             make_ordinary(self._model)
-        self._seen = [(weakref.ref(buffer), compat.version(buffer)) for buffer in buffers]
+        # Weak references first: a new buffer may have the id of a buffer that does not exist any more.
+        before = [(id(seen()), version) for seen, version in self._seen]
+        now = [(id(buffer), compat.version(buffer)) for buffer in buffers]
+        self._seen = [(weakref.ref(buffer), version) for buffer, (_, version) in zip(buffers, now, strict=True)]
         # Python hashes integers alike in every process. One bit less, so that the negative fits 64 bits too.
         self.shapes = hash(tuple((*buffer.shape, buffer.itemsize) for buffer in buffers)) >> 1
-        # not by id(), which a new buffer may have from the one it replaced
-        then = [(buffer(), version) for buffer, version in before]
-        return (
-            unseen
-            or len(then) != len(buffers)
-            or any(
-                old is not buffer or version != compat.version(buffer)
-                for (old, version), buffer in zip(then, buffers, strict=True)
-            )
-        )
+        return unseen or before != now
 
     def remember(self) -> None:
-        """Keeps a copy of every buffer, to go back to.
+        """Makes a copy of every buffer, for ``recall``.
 
-        Of all of them each time: torch's batch norm, for one, leaves no trace of what it writes to its statistics.
+        All buffers are copied each time, because a write may leave no trace: torch's batch norm does not raise the
+        version of its statistics.
         """
         self._empty = {(module, name) for module in self._model.modules() for name in compat.empty_buffers(module)}
-        before, self._kept = self._kept, {}
-        again: list[_Kept] = []
+        before, self._copies = self._copies, {}
+        renewed: list[_BufferCopy] = []
         for key, buffer in self._named():
-            kept = before.get(key)
-            if kept is not None and kept.buffer is buffer and kept.whole:
-                again.append(kept)
+            copy = before.get(key)
+            if copy is not None and copy.buffer is buffer and copy.fits:
+                renewed.append(copy)
             else:
-                kept = _Kept(buffer, buffer.detach().clone(), compat.is_persistent(*key))
-            self._kept[key] = kept
-        _copy([kept.values for kept in again], [kept.buffer for kept in again])
+                copy = _BufferCopy(buffer, buffer.detach().clone(), compat.is_persistent(*key))
+            self._copies[key] = copy
+        _copy([copy.values for copy in renewed], [copy.buffer for copy in renewed])
 
     def recall(self) -> None:
-        """Goes back to what was remembered: the same objects, with the same values.
+        """Goes back to the copies: the same objects, with the same values.
 
-        Not where another buffer that is not persistent has come: that is a cache, such as a table of rotations that a
-        longer sequence has made grow, and its module may know by other attributes how far it reaches.
+        A new buffer that is not persistent stays. It is a cache, such as a table of rotations that has grown with a
+        longer sequence, and other attributes of its module may tell how far the table reaches.
         """
         now, written = dict(self._named()), []
-        for module, name in now.keys() - self._kept.keys():  # made since
+        for module, name in now.keys() - self._copies.keys():  # made since
             if not compat.is_persistent(module, name):
                 continue
             if (module, name) in self._empty:
                 setattr(module, name, None)
             else:
                 delattr(module, name)
-        for (module, name), kept in self._kept.items():
+        for (module, name), copy in self._copies.items():
             there = now.get((module, name))
-            if there is not kept.buffer:
+            if there is not copy.buffer:
                 if there is not None and not compat.is_persistent(module, name):
                     continue
                 if there is None and name not in compat.empty_buffers(module) and hasattr(module, name):
-                    delattr(module, name)  # no buffer any more
-                module.register_buffer(name, kept.buffer, persistent=kept.persistent)
-            if kept.whole:
-                written.append(kept)
-        _copy([kept.buffer for kept in written], [kept.values for kept in written])
+                    delattr(module, name)  # the attribute is no buffer any more
+                module.register_buffer(name, copy.buffer, persistent=copy.persistent)
+            if copy.fits:
+                written.append(copy)
+        _copy([copy.buffer for copy in written], [copy.values for copy in written])
 
     def follow_rank_zero(self) -> None:
-        """Takes rank 0's values where the ranks agreed that they differ."""
+        """Takes rank 0's values if the ranks agreed that one of them wrote to a buffer."""
         if self.differ:
             buffers = self._common() if self.uneven else list(self._model.buffers())
             self._fabric.broadcast_together([parallel.local(buffer.data) for buffer in buffers], divided=True)
@@ -145,7 +141,10 @@ class Buffers:
             self.look()
 
     def _common(self) -> list[Tensor]:
-        """The persistent buffers. The others are caches, which may grow on some ranks alone."""
+        """The persistent buffers, after a check that they have the same sizes on all ranks.
+
+        Other buffers are caches, which may grow on some ranks only.
+        """
         buffers = {name: buffer for name, buffer in self._model.named_buffers() if not self._is_cache(name)}
         mine = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()}
         everybody = self._fabric.gather_objects(mine)
@@ -167,30 +166,26 @@ class Buffers:
 
 
 def _averages_unseen(module: nn.Module) -> bool:
-    """Whether a module is a batch norm that counts no batches: torch does not count what it writes to statistics."""
+    """Whether a module is a batch norm that counts no batches: its writes to statistics leave no trace at all."""
     buffers = compat.buffers_of(module)
     return module.training and buffers.get("running_mean") is not None and buffers.get("num_batches_tracked") is None
 
 
 def _repeats(buffer: Tensor) -> bool:
-    """Whether elements share memory, as ``expand()`` makes them: then what they are of was written, not the buffer."""
+    """Whether elements share memory, as after ``expand()``. Such a buffer cannot be written."""
     if buffer.layout is not torch.strided:
         return False
     return any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """All of each kind at once, past autograd."""
-    kinds: dict[tuple[bool, torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    """Copies each source into its target, past autograd. All of one dtype and device are copied at once."""
+    together: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        to, of = parallel.local(target.data), parallel.local(source.data)
-        plain = to.layout is torch.strided and not any(one.is_conj() or one.is_neg() for one in (to, of))
-        into, out_of = kinds.setdefault((plain, to.dtype, to.device), ([], []))
-        into.append(to)
-        out_of.append(of)
-    for (plain, *_), (into, out_of) in kinds.items():
-        if plain:
-            compat.copy_all(into, out_of)
+        pair = (parallel.local(target.data), parallel.local(source.data))
+        if pair[0].layout is torch.strided and not any(tensor.is_conj() or tensor.is_neg() for tensor in pair):
+            together.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
         else:
-            for to, of in zip(into, out_of, strict=True):
-                to.copy_(of)
+            pair[0].copy_(pair[1])
+    for pairs in together.values():
+        compat.copy_all([target for target, _ in pairs], [source for _, source in pairs])

@@ -3,15 +3,16 @@
 Every kind of tensor in the package, by name:
 
 - **whole**: a flat's whole parameters, padding included. The model's parameters are views of it while it is *present*.
-- **shard**: this rank's slice of the parameters at rest. A view of ``whole`` where the table says whole, and where it
-  is cast from the master at every gather.
-- **master**: what the optimizer updates: the range this rank is responsible for, in fp32 behind 16-bit parameters,
-  else the parameters themselves. Where optimizer states live on the host it is there, behind parameters of any dtype.
+- **shard**: this rank's slice of the parameters at rest. The shard is a view of ``whole`` in two cases: the table says
+  whole, or every gather fills the shard from the flat's home.
+- **master**: the values that the optimizer updates, of the range that this rank is responsible for. The master is in
+  fp32 behind 16-bit parameters, else it is the parameters themselves. If optimizer states live on the host, the master
+  is there too, behind parameters of any dtype.
 - **piece**: the part of one parameter inside the master. Optimizer states belong to pieces.
-- **local, stash, accumulator**: gradients; see ``gradient.py``.
+- **local, stash, accumulator**: gradients; see ``gradient.py`` and ``stash.py``.
 
-Memory is given back with the storage, not with the tensor: autograd's saved views of a parameter keep pointing at the
-storage and are valid again after the next gather.
+Memory is given back with the storage, not with the tensor: autograd's saved views of a parameter still point at the
+storage, and are valid again after the next gather.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .device_home import DeviceHome
 from .gradient import FlatGradient
 from .home import Home, Publication
 from .placeholder import Placeholders
-from .pointing import PointedParameters
+from .shown_parameters import ShownParameters
 from .turns import Turns
 
 
@@ -41,11 +42,11 @@ class Presence(Enum):
     """Whether a flat's whole parameters can be read."""
 
     RELEASED = auto()
-    """Their memory is given back; the shard is all there is."""
+    """Their memory is given back. Only the shard exists."""
     UNDER_WAY = auto()
     """A gather fills them."""
     UPDATING = auto()
-    """Whole at rest, and being updated on the host. Their gathers are issued in turn (``Turns``)."""
+    """They are whole at rest, and the host updates them. Their gathers are issued in turn (``Turns``)."""
     PRESENT = auto()
 
 
@@ -82,12 +83,14 @@ class Flat:
         self.own = self.shard_range if table.optimizer.extent is Extent.SHARD else self.layout.whole
         """The range that this rank updates."""
         self.counted = slice(self.shard_range.start - self.own.start, self.shard_range.stop - self.own.start)
-        """The part of ``own`` that counts for norms on this rank, so that no element counts twice."""
+        """The part of ``own`` that counts for norms on this rank. No element counts on two ranks."""
+        self._in_parts = self.sharded or self.own.numel != self.layout.numel
+        """Whether the whole parameters are put together from the parts that ranks have or update."""
         self.home: Home = DeviceHome(self)
         """Where optimizer states and averaged gradients live."""
         self.presence = Presence.PRESENT
         self.lent = False
-        """User code saw the parameters and may have stored a view: the storage is left to it, not emptied under it."""
+        """User code saw the parameters and may have stored a view. A release then leaves the storage to that view."""
         self._turns = Turns()
         self._publication: Publication | None = None
         self._fabric = fabric
@@ -97,7 +100,7 @@ class Flat:
         self.pieces: dict[Piece, Tensor] = {}
         """The parts of parameters that this rank updates, and the tensor that the optimizer has for each."""
         self._cuts: list[int] = []
-        self._pointed = PointedParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
+        self._shown = ShownParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
         self._gradient = FlatGradient(self, fabric, placeholders) if self.trainable else None
 
     @property
@@ -117,11 +120,6 @@ class Flat:
         return self.presence is Presence.UPDATING
 
     @property
-    def has_shard(self) -> bool:
-        """Whether the shard has memory of its own on the device at rest."""
-        return not self.home.fills_shard
-
-    @property
     def own_parameters(self) -> Tensor:
         """The parameters of the range that this rank updates, where they rest on the device."""
         return self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
@@ -134,7 +132,7 @@ class Flat:
         return self.shard if self.sharded else self.whole
 
     def by_piece(self, own: Tensor) -> Sequence[Tensor]:
-        """Cuts a tensor of the ``own`` range into pieces. One ``split``: a slice for each piece would cost as much."""
+        """Cuts a tensor of the ``own`` range into pieces. One ``split`` costs as much as a single slice."""
         parts: tuple[Tensor, ...] = own.split(self._cuts)
         return parts[1::2]
 
@@ -145,7 +143,7 @@ class Flat:
     # -- start ----------------------------------------------------------------------------------------------------
 
     def new_origin(self) -> Tensor:
-        """A whole flat for the first values, in the most precise dtype that will be kept."""
+        """A whole flat for the first values, in the master's dtype."""
         return torch.zeros(self.layout.numel, dtype=self.master_dtype, device=self._fabric.device)
 
     def views_of(self, whole: Tensor) -> list[Tensor]:
@@ -153,7 +151,7 @@ class Flat:
         return [slot.view(whole) for slot in self.layout.slots]
 
     def adopt(self, origin: Tensor) -> None:
-        """Takes rank 0's first values; this rank stores its range of them."""
+        """Takes rank 0's first values. This rank stores its range of them."""
         self._fabric.broadcast(origin, divided=self.divided)
         self.start_from(origin[self.at_rest.start : self.at_rest.stop].clone() if self.sharded else origin)
 
@@ -161,41 +159,43 @@ class Flat:
         """Takes the first values of the range at rest, in the master's dtype. Parameters point here from now on."""
         if self.sharded:
             self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._fabric.device)
-            place = slice(self.shard_range.start, self.shard_range.stop)
-            self.shard = self.home.rounded(values) if self.has_shard else self.whole[place]
         else:
             self.whole = self.home.rounded(values)
-            self.shard = self.whole[self.shard_range.start : self.shard_range.stop]
+        own_memory = self.sharded and not self.home.fills_shard
+        self.shard = self.home.rounded(values) if own_memory else self._shard_of(self.whole)
         self.home.move_in(values if self.sharded else values[self.own.start : self.own.stop])
         if self.trainable:
             pieces, stored = self.layout.pieces(self.own), self.home.stored
             self.pieces = {piece: stored[piece.offset :][: piece.numel] for piece in pieces}
             self._cuts = _cuts(pieces, self.own.numel)
-        self._pointed.show(self.views_of(self.whole))
-        if self.sharded:
-            self.release()
+        self._shown.views = self.views_of(self.whole)
+        self._shown.show()
+        self.release()
+
+    def _shard_of(self, whole: Tensor) -> Tensor:
+        return whole[self.shard_range.start : self.shard_range.stop]
 
     # -- gather and release ---------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Starts making the whole parameters exist. Nothing to do where they are present or under way."""
+        """Starts making the whole parameters exist. Does nothing if they are present or under way."""
         if self.updating:
             self._turns.gather_up_to(self)
         elif self.presence is Presence.RELEASED:
             self.start_gather()
 
     def prefetch(self) -> None:
-        """Gathers ahead of need: where that would wait for the host, only if other ranks wait for us too."""
+        """Gathers ahead of need. If that would wait for the host, only if other ranks wait for this rank."""
         if self._publication is None or self._publication.sent or self.gathers_from_others:
             self.gather()
 
     @property
     def gathers_from_others(self) -> bool:
         """Whether a gather is a collective."""
-        return self._fabric.shards > 1 and (self.sharded or self.own.numel != self.layout.numel)
+        return self._fabric.shards > 1 and self._in_parts
 
     def start_gather(self) -> None:
-        """Of parameters that are released, or updating and next in turn."""
+        """Starts a gather of parameters that are released, or that are updating and next in turn."""
         publication = self._publication
 
         def prepare() -> None:
@@ -206,9 +206,8 @@ class Flat:
             self.home.before_gather(self.shard)
 
         with compat.label(f"zeroshard.gather {self.label}"):
-            lane = self._fabric.gathers
-            if self.sharded or self.own.numel != self.layout.numel:
-                self._pending = lane.all_gather(self.whole, self.shard, self.label, prepare)
+            if self._in_parts:
+                self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label, prepare)
             else:
                 self._pending = publication
         self._publication = None  # not before: an interrupted wait for it is waited for again
@@ -225,7 +224,7 @@ class Flat:
                     self._pending.wait()
                 self._pending = None
             self.check_unwritten()
-            self._pointed.show()
+            self._shown.show()
             self.presence = Presence.PRESENT
 
     def wait_if_whole(self) -> None:
@@ -234,45 +233,47 @@ class Flat:
             self.wait()
 
     def release(self) -> None:
-        """Gives the whole parameters' memory back. Nothing to do where they are whole at rest."""
+        """Gives the whole parameters' memory back. Does nothing if they are whole at rest."""
         if not self.sharded or self.presence is Presence.RELEASED:
             return
         self._finish_gather()
         if self.presence is Presence.PRESENT:
             self.check_unwritten()
-            self._pointed.hide()
-        if self.lent or not self.whole.untyped_storage().resizable():  # numpy holds on to what it was shown
+            self._shown.hide()
+        if self.lent or not self.whole.untyped_storage().resizable():  # numpy may use the memory
             self.lent = False
             self.whole = torch.empty_like(self.whole)
-            self._pointed.views = self.views_of(self.whole)
-            if not self.has_shard:
-                self.shard = self.whole[self.shard_range.start : self.shard_range.stop]
+            self._shown.views = self.views_of(self.whole)
+            if self.home.fills_shard:
+                self.shard = self._shard_of(self.whole)
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
 
     # -- publish --------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Makes an updated master visible: in the parameters' dtype, and to the other ranks where they are whole."""
+        """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole."""
         with compat.label(f"zeroshard.publish {self.label}"):
             self._finish_gather()
             publication = self.home.publish()
             self.outdate(publication)
-            if publication is None and self.trainable and not self.sharded and self.own.numel != self.layout.numel:
-                self._pointed.hide()
+            if publication is None and self.trainable and not self.sharded and self._in_parts:
+                self._shown.hide()
                 self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label)
                 self.presence = Presence.UNDER_WAY
 
     def outdate(self, publication: Publication | None) -> None:
-        """Notes that the parameters change. Whoever needs them from now on waits for the publication, if any."""
-        # Backward through old values must raise, and a unit that is still gathered shows old values.
+        """Notes that the parameters change. Whoever needs them from now on waits for the publication, if any.
+
+        A backward through the old values raises. A unit that is still gathered is released: it shows old values.
+        """
         self._finish_gather()
-        self._pointed.outdate()
+        self._shown.outdate()
         if self.sharded:
             self.release()
         elif publication is not None and self.presence is not Presence.UPDATING:
             self.home.after_write()
-            self._pointed.hide()
+            self._shown.hide()
             self.presence = Presence.UPDATING
             self._turns.expect(self)
         self._publication = publication
@@ -283,30 +284,30 @@ class Flat:
             self._pending = None
 
     def rewrite(self) -> None:
-        """Takes rank 0's present values as the new ones. A master keeps its lower bits where nothing was changed."""
+        """Takes rank 0's present values as the new ones. Where a value is unchanged, the master is unchanged too."""
         assert self.presence is Presence.PRESENT
         self._fabric.broadcast(self.whole, divided=self.divided)
-        if self.sharded and self.has_shard:
-            self.shard.copy_(self.whole[self.shard_range.start : self.shard_range.stop])
+        if self.sharded and not self.home.fills_shard:
+            self.shard.copy_(self._shard_of(self.whole))
         self.refresh_master()
 
     def refresh_master(self) -> None:
         """Makes the master follow parameters that were written where they are, after ``home.before_write``."""
-        self._pointed.accept_writes()
+        self._shown.accept_writes()
         self.home.follow(self.whole[self.own.start : self.own.stop])
 
     def take_written_names(self) -> list[str]:
-        """Names of parameters written in place since this was last asked."""
-        return self._pointed.take_written_names()
+        """Names of parameters that were written in place since the last call."""
+        return self._shown.take_written_names()
 
     def check_unwritten(self) -> None:
         """Raises if somebody wrote to a parameter where the write would be lost.
 
-        That is: to a placeholder, to gathered parameters that are about to be released, or to 16-bit parameters
-        that a master stands behind.
+        Such a write is lost: one to a placeholder, to gathered parameters that are about to be released, or to
+        parameters that have a separate master.
         """
         present = self.presence is Presence.PRESENT
-        self._pointed.check(present, writes_count=present and not self.sharded and not self.home.separate_master)
+        self._shown.check(present, writes_count=present and not self.sharded and not self.home.separate_master)
 
 
 def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:

@@ -1,11 +1,12 @@
-"""The gradients of one flat in one step: what this rank computed, what all ranks reduce, what its home takes.
+"""The gradients of one flat in one step: computed on this rank, reduced by all ranks, taken by the flat's home.
 
 - **local**: a whole flat that receives this rank's gradients as autograd produces them (``local_gradient.py``).
-- **stash**: the averaged gradient of the range that this rank updates, in the flat's home. Where the table says whole,
-  it is a view of the whole local buffer, reduced in place. Else it is a shard, and the local buffer is freed at once.
+- **stash**: the averaged gradient of the range that this rank updates, in the flat's home (``stash.py``). Where the
+  table says whole, the stash is a view of the whole local buffer, which is reduced in place. Elsewhere the stash is a
+  shard, and the local buffer is freed at once.
 
-``parameter.grad`` is the truth about what the user wants: once it was shown, taking it away (``zero_grad``) discards
-the gradient. It shows the gradient itself where that is whole, averaged and unscaled, and a placeholder elsewhere.
+``parameter.grad`` tells what the user wants. A gradient that was shown there and is taken away (``zero_grad``) is
+discarded. ``parameter.grad`` shows the gradient itself if that is whole, averaged and unscaled, else a placeholder.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _Reduction:
 
     pending: Pending
     local: Tensor
-    """Referenced until the reduce is over, because the collective reads it."""
+    """The collective reads this memory, so it is referenced until the reduce is over."""
     out: Tensor
     complete: bool
     """Whether every parameter had its gradient when the reduce began."""
@@ -55,9 +56,9 @@ class FlatGradient:
         self._reduction: _Reduction | None = None
         self._shown = ShownGradients(flat.parameters, flat.layout.slots, flat.dtype, placeholders)
         self.used = [False] * len(flat.parameters)
-        """Which parameters got a gradient since the last step: on this rank, and after the agreement on any."""
+        """Which parameters got a gradient since the last step: on this rank; after the agreement, on any rank."""
         self.awaited = False
-        """Some rank has gradients that the others have not seen, so all must reduce."""
+        """The ranks agreed that one of them has gradients that are not reduced, so all must reduce."""
 
     @property
     def complete(self) -> bool:
@@ -66,18 +67,18 @@ class FlatGradient:
 
     @property
     def unreduced(self) -> bool:
-        """This rank has gradients that the others have not seen, or another rank has."""
+        """This rank has gradients that are not reduced, or another rank has."""
         return not self._local.empty or self.awaited
 
     # -- during backward ------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A new backward pass: completeness is asked anew. ``hide_all`` comes before, as the user may have zeroed."""
+        """A new backward pass. ``hide_all`` comes before, because the user may have zeroed gradients."""
         self._flat.home.begin_backward()
         self._local.begin_backward()
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Takes one parameter's gradient from autograd. A parameter may come more than once: the sum counts."""
+        """Takes one parameter's gradient from autograd. If a parameter comes more than once, the sum counts."""
         if gradient.is_sparse:
             raise RuntimeError(
                 f"parameter {self._flat.layout.slots[index].name!r} got a sparse gradient, which zeroshard cannot "
@@ -87,7 +88,7 @@ class FlatGradient:
         self.used[index] = True
 
     def reduce(self) -> None:
-        """Starts averaging over all ranks what this rank has. A rank that has nothing contributes zeros."""
+        """Starts averaging the gradients over all ranks. A rank that has none contributes zeros."""
         self.settle()
         with compat.label(f"zeroshard.reduce {self.label}"):
             self._reduction = self._start_reduction()
@@ -127,13 +128,13 @@ class FlatGradient:
     # -- between backward and step --------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Lets the user see, in ``parameter.grad``, that there is a gradient; and the gradient, where that is right."""
+        """Lets the user see in ``parameter.grad`` that there is a gradient; and its values, if they are averaged."""
         settled = not self.unreduced and self._reduction is None
         self._shown.show(self.used, self._flat.home.visible() if settled else None)
 
     def hide(self) -> None:
-        """Takes ``parameter.grad`` back before autograd adds to it, and reads off it what the user did."""
-        for index, assigned in self._shown.take_back(lambda: self._flat.home.averaged):
+        """Takes ``parameter.grad`` back before autograd adds to it, and follows what the user did to it."""
+        for index, assigned in self._shown.take_back():
             if assigned is None:
                 self._discard(index)
             else:
@@ -173,7 +174,7 @@ class FlatGradient:
         self.used = [False] * len(self.used)
 
     def missing(self) -> DisagreementError:
-        """What a rank raises that has no gradient to update with when others have."""
+        """The error of a rank that has no gradient to update with, while other ranks have."""
         return DisagreementError(
             f"rank {self._fabric.rank} has no gradient of {self.label!r} and another rank has: it was zeroed here and "
             "not there; call zero_grad() on all ranks alike"

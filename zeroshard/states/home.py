@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config.table import Place
+from .stash import Stash
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -23,14 +24,14 @@ class Publication(Protocol):
 
     @property
     def sent(self) -> bool:
-        """Whether ``wait`` would not hold up the host."""
+        """Whether ``wait`` returns without waiting on the host."""
 
     def wait(self) -> None:
         """Waits until the parameters are sent. Later work on the current stream sees them."""
 
 
 class StateTensors(NamedTuple):
-    """Tensors that a home holds on the device, for the memory ledger."""
+    """Tensors that a home has on the device, for the memory ledger."""
 
     gradients: list[Tensor]
     accumulators: list[Tensor]
@@ -41,41 +42,49 @@ class Home(ABC):
     """Where one flat's optimizer states and averaged gradients live."""
 
     place: Place
-    held = False
-    """A delayed update is made that nobody has published."""
     asynchronous = False
     """Whether updates go on after ``step()`` has returned."""
     separate_master: bool
-    """Whether the master is a copy of its own, rather than the parameters themselves."""
+    """Whether the master is a copy of its own. Else the master is the parameters themselves."""
+    joins_master = False
+    """Whether ``master()`` puts the values together in new memory at every call."""
+    fills_shard: bool
+    """Whether the flat's shard has no memory of its own at rest, so that ``before_gather`` fills it."""
+    takes_early: bool
+    """Whether gradients come home when backward ends. Elsewhere they may stay under way until the step."""
+    shows_gradient = False
+    """Whether users may see, change and assign the averaged gradient."""
+    delays = False
+    """Whether updates may be held back."""
+    held = False
+    """A delayed update is made that nobody has published."""
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
+        self._stash = Stash(flat.dtype, flat.precision.accumulate)
+        """The averaged gradient, as far as it is on the device, and the factor of the whole gradient."""
         self._before_write: Tensor | None = None
+        """The master from before a user's write, where the write changes the master too."""
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
     @property
     def resting(self) -> Tensor | None:
-        """The parameters at rest, where they live in this home. None where the flat has them."""
+        """The parameters at rest, if they live in this home. None if the flat has them."""
         return None
-
-    @property
-    @abstractmethod
-    def fills_shard(self) -> bool:
-        """Whether the flat's shard has no memory of its own at rest, and ``before_gather`` fills it."""
 
     @property
     @abstractmethod
     def stored(self) -> Tensor:
         """The memory that the optimizer's pieces are cut from."""
 
-    @abstractmethod
     def master(self) -> Tensor:
         """The values that the optimizer updates, where they are."""
+        return self.stored
 
-    @abstractmethod
     def rounded(self, values: Tensor) -> Tensor:
         """Values in the parameters' dtype, rounded as ``publish`` rounds them."""
+        return values.to(self.flat.dtype)
 
     @abstractmethod
     def move_in(self, values: Tensor) -> None:
@@ -87,119 +96,104 @@ class Home(ABC):
 
     @abstractmethod
     def before_gather(self, shard: Tensor) -> None:
-        """Fills a shard that has no memory of its own at rest."""
+        """Fills the shard, if ``fills_shard``."""
 
     @abstractmethod
     def publish(self) -> Publication | None:
         """Brings the master's values to where parameters rest. Returns what to wait for; None if they are there."""
 
-    @abstractmethod
     def before_write(self) -> None:
         """Called before a user writes to the parameters."""
+        return
 
     def after_write(self) -> None:
         """Called when no user writes any more."""
         self._before_write = None
 
     def follow(self, values: Tensor) -> None:
-        """Makes the master follow parameters that a user wrote. Unchanged values keep the master's lower bits."""
+        """Makes the master follow parameters that a user wrote. Where a value is unchanged, the master is too."""
         if self.separate_master:
             master = (self.master() if self._before_write is None else self._before_write).to(values.device)
             self.adopt(torch.where(self.rounded(master) == values, master, values.to(master.dtype)))
 
     # -- for checkpoints ------------------------------------------------------------------------------------------
 
-    joins_master = False
-    """Whether ``master()`` puts the values together anew, in memory of its own."""
-
     def loading(self) -> Tensor:
         """Memory to read the master's values into, before ``adopt`` takes them."""
         return self.stored
 
     def shown(self) -> Tensor:
-        """The parameters of this rank's range at rest: while an update is held, those from before it."""
+        """The parameters of this rank's range at rest. While an update is held, they are from before the update."""
         return self.flat.own_parameters
 
     def hold(self, values: Tensor) -> None:
-        """Takes values as what a delayed update has made of the master, and shows nothing of it yet."""
+        """Takes values as a delayed update that is made and not published. Only where ``delays``."""
         raise AssertionError("nothing is held back here")
 
     # -- averaged gradients ---------------------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def factor(self) -> Tensor | None:
-        """What the averaged gradient is still to be multiplied by."""
-
-    @property
-    @abstractmethod
-    def has_gradient(self) -> bool:
-        """Whether an averaged gradient came since the last step."""
-
-    @property
-    def averaged(self) -> Tensor | None:
-        """The averaged gradient of this rank's range, if it is on the device."""
-        return None
-
-    @property
-    @abstractmethod
-    def takes_early(self) -> bool:
-        """Whether gradients come home when backward ends. Elsewhere they may stay under way until the step."""
-
-    @property
-    def shows_gradient(self) -> bool:
-        """Whether users may see, change and assign the averaged gradient."""
-        return False
-
-    def visible(self) -> Tensor | None:
-        """The averaged gradient for users to see, where ``shows_gradient``."""
-        return None
-
-    def assign(self, slot: int, gradient: Tensor) -> None:
-        """Takes a user's gradient in the place of the averaged one, where ``shows_gradient``."""
-        raise AssertionError("users see no gradient here")
-
-    @abstractmethod
     def begin_backward(self) -> None:
-        """A new backward pass: a factor asked for so far is not for its gradients. Raises if no more may come."""
+        """A new backward pass. A factor from before is not for its gradients. Raises if no more gradients may come."""
+        self._stash.apply_factor()
 
     @abstractmethod
     def take(self, gradient: Tensor, *, complete: bool) -> None:
-        """Takes one averaged gradient; of several micro-batches the sum counts.
+        """Takes one averaged gradient. The gradients of several micro-batches are added up.
 
         ``complete`` tells whether every parameter of the flat had its gradient.
         """
 
-    @abstractmethod
+    def visible(self) -> Tensor | None:
+        """The averaged gradient as users may see it: whole, scaled, in the parameters' dtype; else None."""
+        values = self._stash.values
+        if not self.shows_gradient or values is None or values.dtype is not self.flat.dtype:
+            return None
+        self._stash.apply_factor()
+        return values
+
+    def assign(self, slot: int, gradient: Tensor) -> None:
+        """Replaces the averaged gradient of one parameter by a user's. Only where ``shows_gradient``."""
+        self._stash.apply_factor()  # the factor is not for the user's gradient
+        if self._stash.values is None:
+            numel, dtype = self.flat.layout.numel, self.flat.dtype
+            self._stash.values = torch.zeros(numel, dtype=dtype, device=gradient.device)
+        self.flat.layout.slots[slot].view(self._stash.values).copy_(gradient)
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What the averaged gradient is still to be multiplied by."""
+        return self._stash.factor
+
     def scale(self, factor: Tensor) -> None:
         """Multiplies the averaged gradient when it is next touched, so that clipping needs no pass of its own."""
+        self._stash.scale(factor)
 
-    @abstractmethod
     def counted(self) -> Tensor | None:
-        """The part of the gradient that counts for the norm on this rank, if it is on the device."""
+        """The part of the gradient that counts for the norm on this rank, if the gradient is on the device."""
+        return None if self._stash.values is None else self._stash.values[self.flat.counted]
 
     def norm(self) -> Tensor | None:
-        """The 2-norm of that part, if it is elsewhere."""
+        """The 2-norm of that part, if the gradient is not on the device."""
         return None
 
-    @abstractmethod
     def discard(self, slot: int) -> None:
         """Drops one parameter's gradient."""
+        self._stash.zero(self.flat.layout.pieces(self.flat.own), slot)
 
-    @abstractmethod
     def forget(self) -> None:
         """Drops the whole gradient."""
+        self._stash.clear()
 
-    # -- other ----------------------------------------------------------------------------------------------------
-
-    @abstractmethod
     def check_not_updated(self) -> None:
         """Raises if this step's update is made already."""
+        return
+
+    # -- for the memory ledger ------------------------------------------------------------------------------------
 
     @abstractmethod
     def on_device(self) -> StateTensors:
-        """What the home holds on the device now."""
+        """What the home has on the device now."""
 
     def on_host(self) -> dict[str, int]:
-        """Bytes that the home holds on the host, by kind of state (fields of ``Memory``)."""
+        """Bytes that the home has on the host, by kind of state (fields of ``Memory``)."""
         return {}

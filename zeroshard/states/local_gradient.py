@@ -1,4 +1,4 @@
-"""What this rank computed of one flat's gradients, until it is reduced."""
+"""The gradients that this rank computed for one flat, until they are reduced."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ..system import compat
 class Arrival(Enum):
     """How far one parameter's gradient has come on this rank.
 
-    MISSING → WAITING → DEPOSITED, then MISSING again when the buffer is taken to be reduced. Without a reduce the next
-    backward pass makes DEPOSITED to EARLIER, and a gradient that comes then to DEPOSITED again.
+    The usual way is MISSING → WAITING → DEPOSITED, and MISSING again when the buffer is taken to be reduced. If the
+    buffer is not taken, the next backward pass turns DEPOSITED into EARLIER. A gradient that comes then is added, and
+    EARLIER turns into DEPOSITED. A gradient that a user drops is MISSING.
     """
 
     MISSING = auto()
-    """Nothing of it is here."""
+    """This rank has no gradient of the parameter."""
     WAITING = auto()
-    """Autograd gave it in this backward pass. It waits to be copied together with others."""
+    """Autograd gave the gradient in this backward pass. It waits to be copied together with others."""
     DEPOSITED = auto()
-    """It is in the buffer, and came in this backward pass."""
+    """The gradient is in the buffer. A part of it, or all, came in this backward pass."""
     EARLIER = auto()
-    """It is in the buffer, all from earlier backward passes."""
+    """The gradient is in the buffer. All of it came in earlier backward passes."""
 
 
 IN_BUFFER = (Arrival.DEPOSITED, Arrival.EARLIER)
@@ -44,7 +45,7 @@ class LocalGradient:
         self._layout, self._dtype, self._accumulate, self._device = layout, dtype, accumulate, device
         self._arrivals = [Arrival.MISSING] * len(layout.slots)
         self._came = 0
-        """Parameters whose gradients came in this backward pass."""
+        """How many parameters are WAITING or DEPOSITED."""
         self._waiting: dict[int, Tensor] = {}
         self._waiting_bytes = 0
         self._buffer: Tensor | None = None
@@ -63,16 +64,16 @@ class LocalGradient:
         return [*self._waiting.values(), *([] if self._buffer is None else [self._buffer])]
 
     def begin_backward(self) -> None:
-        """A new backward pass: completeness is asked anew."""
+        """A new backward pass: no parameter has its gradient of this pass yet."""
         self._deposit()
         self._arrivals = [Arrival.EARLIER if a in IN_BUFFER else Arrival.MISSING for a in self._arrivals]
         self._came = 0
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Takes one parameter's gradient. The same parameter may come more than once: the sum counts."""
-        self._came += self._arrivals[index] not in (Arrival.WAITING, Arrival.DEPOSITED)
+        """Takes one parameter's gradient. The same parameter may come more than once: the gradients are added up."""
         if self._arrivals[index] is Arrival.WAITING:
             self._deposit()
+        self._came += self._arrivals[index] is not Arrival.DEPOSITED
         if self._arrivals[index] in IN_BUFFER:
             assert self._buffer is not None
             self._buffer = self._buffer.to(self._accumulate)
@@ -82,7 +83,7 @@ class LocalGradient:
             self._waiting[index] = gradient
             self._waiting_bytes += gradient.nbytes
             self._arrivals[index] = Arrival.WAITING
-        if self._waiting_bytes >= DEPOSIT_BYTES or (self._waiting and self.complete):
+        if self._waiting_bytes >= DEPOSIT_BYTES or self.complete:
             self._deposit()
 
     def drop(self, index: int) -> None:
@@ -98,26 +99,22 @@ class LocalGradient:
         self._arrivals, self._came = [Arrival.MISSING] * len(self._arrivals), 0
 
     def take(self) -> Tensor:
-        """The whole flat to be reduced, with zeros where this rank has nothing. Nothing is here afterwards."""
+        """The whole flat to be reduced, with zeros where this rank has no gradient. Everything is forgotten then."""
         self._deposit()
-        if self._buffer is None:
-            taken = self._new_buffer().zero_()
-        else:
-            taken = self._buffer
-            self._zero_rest(taken)
-        self.clear()
-        return taken
-
-    def _zero_rest(self, buffer: Tensor) -> None:
+        buffer = self._buffer
+        if buffer is None:
+            return self._new_buffer().zero_()
         for slot, arrival in zip(self._layout.slots, self._arrivals, strict=True):
-            if arrival not in IN_BUFFER:
+            if arrival is Arrival.MISSING:
                 buffer[slot.start : slot.stop].zero_()
         if len(self._layout.padding) == 1:  # several gaps were filled when the buffer was made
             gap = self._layout.padding[0]
             buffer[gap.start : gap.stop].zero_()
+        self.clear()
+        return buffer
 
     def _deposit(self) -> None:
-        """Copies what waits into the buffer, many small gradients with one kernel."""
+        """Copies the waiting gradients into the buffer, many small ones with one kernel."""
         if not self._waiting:
             return
         if self._buffer is None:

@@ -1,9 +1,9 @@
-"""What stands where a value is not current: a NaN scalar expanded to the right shape.
+"""Placeholders: a parameter or gradient whose value is not current shows a NaN scalar, expanded to the right shape.
 
-A freed storage behind a live tensor crashes the process when it is read, and an old value misleads silently. A
-placeholder does neither: shape and dtype are right, reading gives NaN, in-place arithmetic raises. Two ways to write
-are not refused by torch: ``fill_`` and its kin, which count as a write and are found out by the parameter's version,
-and anything through ``.data`` or numpy, which ``check`` finds out.
+Reading a tensor whose storage is freed crashes the process, and an old value misleads silently. A placeholder does
+neither: shape and dtype are right, reading gives NaN, in-place arithmetic raises. torch allows two ways to write to a
+placeholder. ``fill_`` and its kin raise the parameter's version, which tells. Writes through ``.data`` or numpy change
+the scalar, which ``check`` finds.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ class Placeholders:
         return self._scalars[dtype].expand(tuple(shape))
 
     def gradients(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-        """For ``grad`` of some parameters. ``.data`` gives each a version of its own, which tells if it was zeroed."""
+        """For ``grad`` of some parameters. Each has a version of its own (``.data``), which tells if it was zeroed."""
         scalars = torch.full((len(shapes),), math.nan, dtype=dtype, device=self._device)
         return [scalar.expand(tuple(shape)).data for scalar, shape in zip(scalars.unbind(), shapes, strict=True)]
 
     def ask_when_written(self, witness: Callable[[], list[str]]) -> None:
-        """``witness`` names the parameters that it saw written; it is asked when one must have been."""
+        """``witness`` returns the names of written parameters. ``check`` calls it to name them in its error."""
         self._witnesses.append(witness)
 
     def repair(self) -> None:
-        """Makes all of them NaN again."""
+        """Makes all placeholders of parameters NaN again."""
         for scalar in self._scalars.values():
             scalar.fill_(math.nan)
 
     def check_now(self) -> None:
-        """``check``, where looking at the value of now does not wait for a device."""
+        """``check`` on a CPU, where reading the value does not wait for a device."""
         if self._device.type == "cpu":
             self.check()
 
     def check(self) -> None:
-        """Raises if somebody wrote to one behind autograd's back. On CUDA it looks at what the last call saw.
+        """Raises if somebody wrote to a placeholder past autograd.
 
-        (Looking at the value of now would wait for the device.)
+        On CUDA the check looks at the values from the time of the last call: the present values would have to be
+        waited for.
         """
         if any(map(compat.is_fake, self._scalars.values())):
             return

@@ -1,4 +1,4 @@
-"""The order in which flats are gathered that are updated after ``step()`` has returned."""
+"""The order of gathers of flats whose updates go on after ``step()`` has returned."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """The one order in which all ranks gather flats that the host updates: ranks differ in when each is updated."""
+    """The one order in which all ranks gather flats that the host updates.
+
+    Without it, ranks would gather in different orders, because a flat's update ends at another time on every rank.
+    """
 
     def __init__(self) -> None:
         self.order: Callable[[], list[Flat]] = list
-        """Gives the order; the same list as before unless it has changed."""
+        """Returns the order: the same list object as before, unless the order has changed."""
         self._known: list[Flat] | None = None
         self._place: dict[Flat, int] = {}
         self._first = 0
-        """Flats before this place in the order are not being updated."""
+        """No flat before this place in the order is being updated."""
 
     def expect(self, flat: Flat) -> None:
         """Notes that the host updates a flat from now on."""
@@ -27,7 +30,7 @@ class Turns:
         self._first = min(self._first, self._place[flat])
 
     def gather_up_to(self, flat: Flat) -> None:
-        """Gathers what comes before a flat, and that flat. In a step every flat is passed once."""
+        """Gathers all flats before this one that are being updated, and this one. Each is passed once in a step."""
         order = self._look_up()
         while self._first <= self._place[flat]:
             other = order[self._first]

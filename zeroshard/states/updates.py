@@ -1,4 +1,4 @@
-"""The updates of a step, by place. What the device and the host have in common stands here.
+"""The updates of a step, by place: what the device and the host have in common.
 
 ``optim/device_updates.py`` updates on the device, ``offload/step.py`` on the host.
 """
@@ -13,24 +13,19 @@ import torch
 from torch import Tensor
 
 from ..config.layout import Piece
-from ..config.table import Place
 from .flat import Flat
 
 
-class StateKeeper(ABC):
+class FlatStates(ABC):
     """The optimizer's states of one flat, by piece."""
 
     @abstractmethod
-    def load(self, piece: Piece, state: dict[str, Any]) -> None:
-        """Takes one parameter's whole state, as torch's optimizers have it. The master is loaded apart."""
-
-    @abstractmethod
     def room_for(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor | None:
-        """Memory for one state of a piece, to be filled; None where this optimizer has no such state."""
+        """Memory for one state of a piece, to be filled; None if this optimizer has no such state."""
 
     @abstractmethod
     def take_scalars(self, piece: Piece, scalars: dict[str, Any], *, moments: bool) -> None:
-        """Takes state that belongs to the parameter as a whole, after ``room_for`` was filled.
+        """Takes state that belongs to the parameter as a whole, after the memory of ``room_for`` was filled.
 
         ``moments`` tells whether there was anything to fill.
         """
@@ -55,14 +50,10 @@ class StateKeeper(ABC):
 class Updates(ABC):
     """The updates of all flats that live in one place."""
 
-    place: Place
-    delays = False
-    """Whether updates may be held back."""
-
     @property
     @abstractmethod
-    def keepers(self) -> dict[Flat, StateKeeper]:
-        """The flats that live here, and what keeps the states of each."""
+    def states_of(self) -> dict[Flat, FlatStates]:
+        """The flats that live here, and the states of each."""
 
     @abstractmethod
     def update(self, order: list[Flat], step: int) -> Iterator[list[Flat]]:
@@ -73,11 +64,11 @@ class Updates(ABC):
         return
 
     def skip(self) -> None:
-        """Called in place of ``update`` where a step is left out."""
+        """Called in place of ``update`` if a step is left out."""
         return
 
     def finish(self) -> None:
-        """Publishes everything and waits for it."""
+        """Publishes everything and waits until it is published."""
         return
 
     def wait(self) -> None:
@@ -88,10 +79,10 @@ class Updates(ABC):
         """Waits until nothing is under way on the host or the device."""
         return
 
-    def progress(self) -> dict[str, int]:
-        """What the next step takes from the last one, besides states."""
-        return {}
+    def progress(self) -> dict[str, int] | None:
+        """Facts, apart from states, that the next step needs from the last one. None if there are none."""
+        return None
 
     def load_progress(self, progress: dict[str, int]) -> None:
-        """Goes on from what ``progress`` returned."""
+        """Takes what ``progress`` returned when a checkpoint was saved."""
         return

@@ -238,7 +238,7 @@ def _fill(reader: Reader, runtime: Runtime, optimizer: ShardedOptimizer | None) 
         _fill_values(reader, flat)
         if optimizer is not None and flat.trainable:
             _fill_states(reader, flat, optimizer)
-            if optimizer.delays_updates and _has_older(reader.index, flat):
+            if flat.home.delays and _has_older(reader.index, flat):
                 older[flat] = torch.zeros(flat.own.numel)
                 _read_range(reader, flat, SHOWN, flat.own, older[flat])
     for name, buffer in buffers_of(runtime):
@@ -267,7 +267,7 @@ def _fill_values(reader: Reader, flat: Flat) -> None:
 
 
 def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> None:
-    index, keeper = reader.index, optimizer.piece_states.keeper(flat)
+    index, keeper = reader.index, optimizer.piece_states.of_flat(flat)
     for piece in flat.pieces:
         name, region = name_of(flat.layout.slots[piece.slot].name), region_of(flat, piece)
         moments = {kind: state for kind in index.kinds[name] if (state := state_name(kind)) is not None}

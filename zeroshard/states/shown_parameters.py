@@ -1,4 +1,4 @@
-"""Where the model's parameters point: at their views of a gathered flat, or at placeholders; and who wrote there."""
+"""What the model's parameters show: their part of a gathered flat, or a placeholder. And who wrote to them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..system import compat
 from .placeholder import Placeholders
 
 
-class PointedParameters:
-    """The parameters of one flat, which keep their identity and change their memory."""
+class ShownParameters:
+    """The parameters of one flat: the objects stay, the memory behind them changes."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], dtype: torch.dtype, placeholders: Placeholders
@@ -23,18 +23,15 @@ class PointedParameters:
         self._placeholders = placeholders
         self._plain = all(parallel.local(parameter) is parameter for parameter in parameters)
         self.views: list[Tensor] = []
-        """The parameters' places in the whole flat, whether or not that has memory now."""
+        """The parameters' places in the whole flat, whether or not the flat has memory now."""
         self._stand_ins = [placeholders.parameter(slot.shape, dtype) for slot in slots]
         self._pointers: list[int] = []
         self._versions: list[int] = []
         placeholders.ask_when_written(self.take_written_names)
 
-    def show(self, views: list[Tensor] | None = None) -> None:
-        """Points the parameters at their values; first, where it costs no wait, looks if a placeholder was spoilt."""
-        if views is not None:
-            self.views = views
-        else:
-            self._placeholders.check_now()
+    def show(self) -> None:
+        """Points the parameters at their values. Before, on a CPU, checks that nobody wrote to a placeholder."""
+        self._placeholders.check_now()
         self._point(self.views)
 
     def hide(self) -> None:
@@ -42,24 +39,25 @@ class PointedParameters:
         self._point(self._stand_ins)
 
     def outdate(self) -> None:
-        """What was read of the parameters is no longer what they are: a backward through it raises."""
+        """Notes that the parameters change, so that a backward through their old values raises."""
         compat.prepare_for_writing(list(self._parameters))
         self.accept_writes()
 
     def accept_writes(self) -> None:
-        """What was written until now counts as known."""
+        """Notes that all writes until now are known."""
         self._versions = compat.versions(self._parameters)
 
     def take_written_names(self) -> list[str]:
-        """Parameters written in place since they were pointed where they are; asked again it names none."""
-        before, self._versions = self._versions, compat.versions(self._parameters)
+        """Names of parameters that were written in place. Accepts these writes."""
+        before = self._versions
+        self.accept_writes()
         changed = zip(self._slots, before, self._versions, strict=True)
         return [slot.name for slot, old, new in changed if old != new]
 
     def check(self, present: bool, *, writes_count: bool) -> None:
-        """Raises if a parameter was pointed elsewhere, or written to where writes do not count, as they are lost.
+        """Raises if a parameter was pointed elsewhere, or written to where the write would be lost.
 
-        ``present`` tells whether parameters ought to point at their values.
+        ``present`` tells whether parameters ought to point at their values. ``writes_count``: writes are not lost.
         """
         parts = self._parameters if self._plain else [parallel.local(parameter) for parameter in self._parameters]
         if compat.pointers(parts) == self._pointers and compat.versions(self._parameters) == self._versions:
