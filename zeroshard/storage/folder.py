@@ -43,7 +43,7 @@ _own: set[str] = set()
 a second time: when any descriptor of a file is closed, the system gives back the lock that the process has on it."""
 
 
-class Claim:
+class FolderClaim:
     """A new folder that this process writes into, until ``release``.
 
     A file in the folder is locked. The system gives the lock back when the process ends, however it ends. So what a
@@ -157,7 +157,7 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def prepare(path: Path, token: str) -> Claim:
+def prepare(path: Path, token: str) -> FolderClaim:
     """Makes an empty folder to write into, on rank 0. Removes what a crash has left beside it.
 
     Raises:
@@ -165,7 +165,7 @@ def prepare(path: Path, token: str) -> Claim:
     """
     check_replaceable(path)
     _finish_removals(path.parent)
-    claim = Claim(partial_of(path, token))
+    claim = FolderClaim(partial_of(path, token))
     try:
         others = [folder for folder in _partials_of(path) if folder != claim.folder]
         for folder in filter(is_claimed, others):
