@@ -1,4 +1,4 @@
-"""Folders of checkpoints: where a new one is written and by whom, which is the newest, and which may go.
+"""Folders of checkpoints: where a new one is written, who writes there, which is the newest, and which may go.
 
 A checkpoint is written under a hidden name, and takes its own name when it is complete. A checkpoint that is replaced
 stays until then. Whatever a crash leaves, one of the two is complete.
@@ -93,10 +93,10 @@ def is_claimed(folder: Path) -> bool:
     """True if somebody writes into a folder: this process, or another one."""
     if folder.name in _own:
         return True
-    try:  # to ask for a shared lock, reading suffices; a pipe or a link is nobody's claim
+    try:  # opened to read, which is enough for a shared lock; no pipe is waited for, and no link followed
         descriptor = os.open(folder / CLAIM, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        return isinstance(error, PermissionError)  # another user's
+        return isinstance(error, PermissionError)  # the file of another user
     try:
         return isinstance(_lock(descriptor, fcntl.LOCK_SH), BlockingIOError | PermissionError)
     finally:
