@@ -1,4 +1,4 @@
-"""Fragmentation with and without the arena (M_D), and with torch's expandable segments: each in a process of its own.
+"""Fragmentation of GPU memory with torch's plain allocator and with `defragment=True` (M_D), each in its own process.
 
     PYTHONPATH=. python benchmarks/fragmentation.py [--layers 24] [--hidden 2048] [--steps 12] [--out FILE]
 
@@ -20,16 +20,12 @@ import time
 from pathlib import Path
 
 GIB = 2**30
-WAYS = {
-    "plain": ("", False),
-    "arena": ("", True),
-    "expandable segments": ("expandable_segments:True", False),
-    "both": ("expandable_segments:True", True),
-}
+WAYS = {"plain": [], "defragment=True": ["--defragment"]}
+"""Arguments of the process that measures one way."""
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """In a process whose allocator is set up already."""
+    """One way, in this process."""
     import torch
 
     import zeroshard
@@ -38,7 +34,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     from zeroshard.system import compat
     from zeroshard.train.gpt import GPT
 
-    lengths = [1024, 640, 896, 512, 960, 768, 1008, 576]  # the longest first, so that the arena is in one block
+    lengths = [1024, 640, 896, 512, 960, 768, 1008, 576]
     with compat.one_rank_of(arguments.world, 0):
         config = ModelConfig(
             layers=arguments.layers, hidden=arguments.hidden, heads=arguments.hidden // 64, sequence=1024
@@ -47,7 +43,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
             model = GPT(config)
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = zeroshard.shard(
-            model, optimizer, init="empty", stage=2, precision="bf16", activations=Activations(), arena=arguments.arena
+            model,
+            optimizer,
+            init="empty",
+            stage=2,
+            precision="bf16",
+            activations=Activations(),
+            defragment=arguments.defragment,
         )
         seconds, free, blocks = [], [], []
         for step in range(arguments.steps):
@@ -94,23 +96,23 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=16)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--arena", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--defragment", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
         print(json.dumps(measure(arguments)))
         return
     results = {}
-    for way, (allocator, arena) in WAYS.items():
-        environment = os.environ | ({"PYTORCH_CUDA_ALLOC_CONF": allocator} if allocator else {})
-        command = [sys.executable, __file__, "--inside", *(["--arena"] if arena else [])]
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    for way, chosen in WAYS.items():
+        command = [sys.executable, __file__, "--inside", *chosen]
         for option in ("layers", "hidden", "batch", "world", "steps"):
             command += [f"--{option}", str(getattr(arguments, option))]
         done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         found = results[way] = json.loads(done.stdout.splitlines()[-1])
         unused = 1 - found["allocated_gib"] / found["reserved_gib"]
         print(
-            f"{way:20} allocated {found['allocated_gib']:.2f} GiB, reserved {found['reserved_gib']:.2f} GiB "
+            f"{way:16} allocated {found['allocated_gib']:.2f} GiB, reserved {found['reserved_gib']:.2f} GiB "
             f"({unused:.1%} of it never used), after forward {found['free_after_forward_gib']:.2f} GiB free in blocks "
             f"of up to {found['largest_free_block_gib']:.2f} GiB, {found['seconds']:.3f} s a step",
             flush=True,

@@ -31,18 +31,18 @@ from zeroshard.train.tensor_parallel import parallelise
 
 GB = 1e9
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "C1": {"stage": 1, "arena": True, "activations": Activations()},
-    "C2": {"stage": 1, "arena": True, "activations": Activations(partition=True)},
-    "C3": {"stage": 2, "arena": True, "activations": Activations()},
-    "C4": {"stage": 2, "arena": True, "activations": Activations(partition=True)},
-    "C5": {"stage": 2, "arena": True, "activations": Activations(partition=True, offload=True)},
+    "C1": {"stage": 1, "defragment": True, "activations": Activations()},
+    "C2": {"stage": 1, "defragment": True, "activations": Activations(partition=True)},
+    "C3": {"stage": 2, "defragment": True, "activations": Activations()},
+    "C4": {"stage": 2, "defragment": True, "activations": Activations(partition=True)},
+    "C5": {"stage": 2, "defragment": True, "activations": Activations(partition=True, offload=True)},
 }
 PAPER_LARGEST = {"C1": 40, "C2": 60, "C3": 50, "C4": 140, "C5": 150}
 PAPER_CACHED = {"C1": 29.5, "C2": 24, "C3": 25.3, "C4": 20, "C5": 20}
 PROBES = (6, 12)
 """Layers of the two small models."""
 STEPS = 2
-"""The first sizes the arena and makes the optimizer's states."""
+"""The first makes the optimizer's states."""
 MARGIN = 0.1
 
 

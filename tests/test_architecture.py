@@ -9,11 +9,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "zeroshard"
 
-ABOVE = ["cli", "integrations", "calibrate", "train", "api", "storage", "plan", "runtime", "observe", "schedule"]
-ROOMS = [*ABOVE, "optim", "recompute", "init", "states", "offload", "comm", "config", "system"]
+ABOVE = ["cli", "integrations", "calibrate", "train", "api", "refusals", "storage", "plan", "runtime", "observe"]
+ROOMS = [*ABOVE, "schedule", "optim", "recompute", "init", "offload", "states", "comm", "config", "system"]
 """From top to bottom: a room imports the rooms below it."""
 
-EXCEPTIONS = {("plan/dryrun.py", "api"), ("states/gradient.py", "recompute")}
+EXCEPTIONS = {("plan/dryrun.py", "api")}
 """The dry run is a client of the api."""
 
 

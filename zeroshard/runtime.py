@@ -11,27 +11,28 @@ from torch import Tensor, nn
 
 from .comm import parallel
 from .comm.fabric import Fabric
-from .comm.traffic import Traffic
+from .comm.traffic import Volume
 from .config.layout import find_units
 from .config.options import Config
 from .config.table import state_table
 from .init.materialise import adopt_values
-from .observe.ledger import Ledger, Memory, Stats, measure_host
+from .observe.ledger import Ledger, Memory, Stats
 from .observe.shortage import Answer
+from .offload.pipeline import Pipeline
+from .offload.place import place_on_host
 from .optim.loss_scale import LossScaler
 from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
-from .optim.place import place_on_host
-from .recompute.arena import DeviceArena
+from .optim.treatment import Treatment
 from .recompute.checkpoint import Checkpoints
-from .recompute.kept import Stores
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reducer import Reducer
 from .states.buffers import Buffers, make_ordinary
-from .states.flat import Flat, Turns
+from .states.flat import Flat
 from .states.placeholder import Placeholders
-from .states.unit import Unit
+from .states.turns import Turns
+from .states.unit import Unit, check_no_block_open
 from .system import compat
 from .system.hook import NotCopyable
 
@@ -73,16 +74,14 @@ class Runtime(NotCopyable):
         self._check_kept()
         self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
-        self._volume: dict[str, Traffic] = {}
-        self._volume_between: dict[str, Traffic] = {}
-        self._volume_model: dict[str, Traffic] = {}
+        self._volume = Volume({}, {}, {})
         self._host_traffic: dict[str, int] = {}
         self._checkpoint_traffic: dict[str, int] = {}
         self.optimizer: ShardedOptimizer | None = None
 
         turns = Turns()
-        self.pipeline = place_on_host(self.units, optimizer, config, fabric, turns)
-        self.arena = DeviceArena(fabric.device) if config.arena else None
+        self.host = place_on_host(self.units, optimizer, config, fabric, turns)
+        """The updates on the host, if any."""
         make_ordinary(model)
         adopt_values(model, self.units, fabric, config)
         sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
@@ -103,18 +102,13 @@ class Runtime(NotCopyable):
             self.optimizer = ShardedOptimizer(
                 optimizer,
                 self.reducer.flats,
-                config=config,
-                fabric=fabric,
+                fabric,
                 passes=self,
-                scaler=self.scaler,
-                pipeline=self.pipeline,
-                faults=self.faults,
+                treatment=Treatment(self.reducer.flats, fabric, config.clip_grad_norm, self.scaler, self.faults),
+                elsewhere=[] if self.host is None else [self.host],
             )
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._keep_activations()
-        if self.arena is not None:
-            for gradient in self.reducer.gradients:
-                gradient.live_in(self.arena)
         self.guards = Guards(model, self.units, fabric.device, self.finish_updates)
         title = f"rank {fabric.rank}, in stage {self.stage}"
         self.shortage = Answer(model, self.units, self.ledger, title=title, device=fabric.device)
@@ -137,10 +131,9 @@ class Runtime(NotCopyable):
                 "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
                 "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
             )
-        stores = Stores(options, self.fabric, self.arena, self.fabric.local_ranks)
-        checkpoints = Checkpoints(stores)
+        checkpoints = Checkpoints(options, self.fabric)
         blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
-        checkpoints.watch(self.model, blocks)
+        checkpoints.attach(self.model, blocks)
         return checkpoints
 
     # -- parameters -----------------------------------------------------------------------------------------------
@@ -148,7 +141,7 @@ class Runtime(NotCopyable):
     def finish_updates(self) -> None:
         """Waits for updates on the host, and publishes what a delayed one has made."""
         if self.optimizer is not None:
-            self.optimizer.finish_host()
+            self.optimizer.finish_updates()
 
     def synchronize(self) -> None:
         """Waits for updates that are under way, so that parameters that are whole at rest can be read."""
@@ -169,13 +162,13 @@ class Runtime(NotCopyable):
         try:
             for unit in units:
                 unit.gather()
-                unit.holds += 1
+                unit.open_blocks += 1
             for unit in units:
                 unit.wait()
                 for flat in unit.flats:
                     flat.lent = flat.lent or (lend and flat.sharded)
                     if write or (lend and not flat.sharded):
-                        flat.before_write()
+                        flat.home.before_write()
             yield
         finally:  # also after an exception: the other ranks come here too, and all must stay together
             flats = [flat for unit in units for flat in unit.flats]
@@ -186,9 +179,9 @@ class Runtime(NotCopyable):
                         if write or not flat.sharded:
                             flat.rewrite()
             for flat in flats:
-                flat.after_write()
+                flat.home.after_write()
             for unit in units:
-                unit.holds -= 1
+                unit.open_blocks -= 1
             for unit in absent:
                 unit.release()
         if written and not write:
@@ -210,12 +203,12 @@ class Runtime(NotCopyable):
         optimizer = self.optimizer
         norm = optimizer.grad_norm if optimizer is not None else None
         flats = [flat for unit in self.units for flat in unit.flats]
-        kept = [unit for unit in self.units if self.schedule.kept(unit) and any(f.sharded for f in unit.flats)]
+        kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
         return Stats(
             stage=self.stage,
-            volume=dict(self._volume),
-            volume_between=dict(self._volume_between),
-            volume_model=dict(self._volume_model),
+            volume=dict(self._volume.shards),
+            volume_between=dict(self._volume.replicas),
+            volume_model=dict(self._volume.model),
             parameters=sum(flat.layout.parameters for flat in flats),
             padded_parameters=sum(flat.layout.numel for flat in flats),
             kept_parameters=sum(unit.numel for unit in kept),
@@ -231,11 +224,17 @@ class Runtime(NotCopyable):
             stop_reason=self.faults.stop_reason,
         )
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The host's threads and streams, where states live there."""
+        return None if self.host is None else self.host.pipeline
+
     def _host_memory(self) -> Memory | None:
-        pool = None if self.checkpoints is None else self.checkpoints.stores.host
-        if self.pipeline is None and pool is None:
+        pool = None if self.checkpoints is None else self.checkpoints.store.host
+        if self.host is None and pool is None:
             return None
-        return measure_host(self.pipeline, 0 if pool is None else pool.bytes)
+        ring = 0 if self.host is None else self.host.pipeline.ring_bytes
+        return self.ledger.on_host(ring, 0 if pool is None else pool.bytes)
 
     def memory(self) -> Memory:
         """This rank's memory now, by kind."""
@@ -247,8 +246,8 @@ class Runtime(NotCopyable):
     def order(self) -> list[Flat]:
         return self.reducer.order
 
-    def check_nothing_held(self, doing: str) -> None:
-        self.schedule.check_nothing_held(doing)
+    def check_no_block_open(self, doing: str) -> None:
+        check_no_block_open(self.units, doing)
 
     def agree(self) -> bool:
         return self.reducer.agree()
@@ -258,24 +257,20 @@ class Runtime(NotCopyable):
         self.ledger.note_step()
 
     def updated(self, outdated: Set[Flat]) -> None:
-        self.schedule.prepare_forward(outdated)
+        self.schedule.lifetimes.prepare_forward(outdated)
 
     def failed(self, error: Exception) -> None:
         self.shortage.note(error)
 
     def end_step(self) -> None:
         self.reducer.clear()
-        self.schedule.forget_calls()
+        self.schedule.lifetimes.end_step()
         self._buffers.follow_rank_zero()
-        self._volume = self.fabric.meter.take()
-        if self.pipeline is not None:
-            self._host_traffic = self.pipeline.take_traffic()
+        self._volume = self.fabric.take_volume()
+        if self.host is not None:
+            self._host_traffic = self.host.pipeline.take_traffic()
         if self.checkpoints is not None:
-            self._checkpoint_traffic = self.checkpoints.stores.take_traffic()
-        self._volume_between = self.fabric.meter_between.take()
-        self._volume_model = self.fabric.meter_model.take()
-        if self.arena is not None and self.optimizer is not None:
-            self.arena.settle(self.optimizer.steps)
+            self._checkpoint_traffic = self.checkpoints.store.take_traffic()
 
 
 def runtime_of(model: nn.Module) -> Runtime:

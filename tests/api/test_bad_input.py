@@ -62,6 +62,9 @@ def assert_untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         ({"units": ["blocks.0", "blocks.0.up"]}, r"blocks\.0\.up.*cannot be nested", ValueError),
         ({"keep": ("blocks.9",)}, r"keep.*blocks\.9", ValueError),
         ({"device": "meta"}, r"device", ValueError),
+        ({"arena": True}, r"arena is gone, because .*; use defragment=True", TypeError),
+        ({"defragment": 1}, r"defragment=1", ValueError),
+        ({"defragment": True, "device": "cpu"}, r"defragment=True has no effect on a CPU.*; leave it out", ValueError),
     ],
     ids=str,
 )
@@ -72,6 +75,39 @@ def test_an_option_that_cannot_be_is_refused_and_named(
     optimizer = sgd(model.parameters())
     refuse(model, optimizer, match, error, **options)
     assert_untouched(model, optimizer)
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    model, optimizer = built()
+    with pytest.raises(ValueError, match="7 mistakes in the options") as caught:
+        zeroshard.shard(
+            model,
+            optimizer,
+            stage=2,
+            prefetch=1,
+            clip_grad_norm=-1.0,
+            precision={"parameters": "bf61", "cast_inputs": "no"},
+            offload={"threads": 0, "parameters": "cpu"},
+            activations={"checkpoint": False},
+        )
+    for part in (
+        r"prefetch=1 has no effect in stage 2",
+        r"clip_grad_norm=-1.0 must be a positive number",
+        r"precision.parameters='bf61' is unknown (did you mean 'bf16'?)",
+        r"precision.cast_inputs='no' must be True or False",
+        r"offload.threads=0 must be a whole number, at least 1",
+        r"offload.parameters='cpu' has no effect in stage 2",
+        r"activations has no effect with checkpoint, partition and offload all off",
+    ):
+        assert str(caught.value).count(part) == 1, part
+    assert_untouched(model, optimizer)
+
+
+def test_an_unknown_option_is_told_beside_bad_values() -> None:
+    model, optimizer = built()
+    refuse(
+        model, optimizer, r"(?s)'stages'.*did you mean 'stage'.*prefetch=-1 must be", TypeError, stages=2, prefetch=-1
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

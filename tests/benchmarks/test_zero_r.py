@@ -32,4 +32,4 @@ def test_the_configurations_are_those_of_the_presets() -> None:
 
     for name, options in zero_r.CONFIGURATIONS.items():
         config = Config.parse(load_job(f"zero-40b-{name.lower()}").shard)
-        assert (config.stage, config.arena, config.activations) == tuple(options.values())
+        assert (config.stage, config.defragment, config.activations) == tuple(options.values())

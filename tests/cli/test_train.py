@@ -165,6 +165,7 @@ def test_a_trace_is_written_and_the_share_of_exposed_copies_told(offloaded: tupl
         (["--offload", "gpu"], "argument --offload: invalid choice: 'gpu'"),
         (["--offload", "cpu", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json: its folder does not"),
         (["--trace", "."], "--trace .: is a folder"),
+        (["--set", "shard.defragment=true"], "no effect on a CPU; add --set shard.defragment=false"),
         (["--trace", "trace.json", "--steps", "3"], "--trace: of 3 step(s) none has settled; use at least 4"),
     ],
 )

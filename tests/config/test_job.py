@@ -60,10 +60,20 @@ def test_every_error_is_reported_at_once_with_key_path_and_nearest_key(tmp_path:
     assert len(found) == len(expected)
 
 
+def test_a_key_that_is_gone_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, "[shard]\narena = true\n")
+    assert re.fullmatch(r"shard\.arena: arena is gone, because .*; use defragment=True", found)
+
+
 def test_a_default_is_not_blamed_for_a_rejected_value(tmp_path: Path) -> None:
     assert problems(tmp_path, "[model]\nhidden = 'wide'\nheads = 4\n") == (
         "model.hidden: must be a whole number, is 'wide'",
     )
+
+
+def test_the_default_of_a_rejected_number_of_heads_is_not_blamed(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, "[model]\nheads = 'many'\n[train]\ntensor_parallel = 4\n")
+    assert found == "model.heads: must be a whole number, is 'many'"
 
 
 def test_a_missing_table_has_the_defaults(tmp_path: Path) -> None:

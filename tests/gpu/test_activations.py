@@ -1,4 +1,4 @@
-"""Checkpoints on a real device: the same bits on the host, in the arena and divided, and memory that shrinks."""
+"""Checkpoints on a real device: the same bits on the host and divided, and memory that shrinks."""
 
 from __future__ import annotations
 
@@ -49,15 +49,14 @@ def trained(steps: int = 4, **options: Any) -> tuple[list[float], dict[str, Tens
     return losses, zeroshard.full_state_dict(model), model
 
 
-def test_checkpoints_on_the_host_and_in_the_arena_change_no_bit() -> None:
+def test_checkpoints_on_the_host_change_no_bit() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         plain = trained()
         for options in (
             {"activations": Activations()},
-            {"activations": Activations(), "arena": True},
             {"activations": Activations(offload=True)},
-            {"activations": Activations(offload=True, prefetch=3), "arena": True},
+            {"activations": Activations(offload=True, prefetch=3)},
         ):
             losses, weights, _ = trained(**options)
             assert losses == plain[0], options
@@ -68,9 +67,9 @@ def test_checkpoints_on_the_host_and_in_the_arena_change_no_bit() -> None:
 
 def test_what_waits_on_the_host_is_pinned_and_used_again() -> None:
     _, _, model = trained(steps=2, activations=Activations(offload=True), precision="bf16")
-    host = runtime_of(model).checkpoints.stores.host
+    host = runtime_of(model).checkpoints.store.host
     assert host is not None
-    assert len(host.arenas) == 6
+    assert len(host.slots) == 6
     assert host.bytes == 6 * 8 * 128 * 256 * 2
 
 

@@ -104,7 +104,7 @@ def test_the_device_keeps_parameters_alone_and_the_host_what_was_counted_pinned(
     parameters = zeroshard.stats(model).padded_parameters
     assert torch.cuda.memory_allocated() - before < 2.1 * parameters + (1 << 16)
     assert runtime.pipeline is not None
-    for states in runtime.pipeline.states:
+    for states in runtime.pipeline.buffers:
         assert states.slot is not None
         assert states.slot.is_pinned()
         assert not states.stored.is_pinned()

@@ -15,6 +15,7 @@ import zeroshard
 from tests.models import Net, batch, loss_of, net
 from tests.ranks import on_ranks
 from zeroshard import Offload, OffloadError
+from zeroshard.config.table import Place
 from zeroshard.runtime import runtime_of
 
 BF16 = torch.bfloat16
@@ -75,12 +76,11 @@ def test_a_step_that_fails_is_heard_by_the_next_forward() -> None:
     loss_of(model, 1).backward()
     runtime = runtime_of(model)
     assert runtime.pipeline is not None
-    flat = runtime.units[0].flats[0]
     broken = runtime.units[1].flats[0]
-    broken.expect_update = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    broken.outdate = lambda publication: 1 / 0  # type: ignore[method-assign, assignment]
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert flat.host is not None
+    assert runtime.units[0].flats[0].home.place is Place.HOST
     with pytest.raises(OffloadError, match="division by zero"):
         loss_of(model, 2)
 
@@ -92,7 +92,7 @@ def test_a_wait_that_was_interrupted_is_waited_for_again(monkeypatch: pytest.Mon
         step(model, optimizer, 0)
         if interrupted:
             with monkeypatch.context() as patch:
-                patch.setattr("zeroshard.offload.pipeline.Publication.wait", _interrupt)
+                patch.setattr("zeroshard.offload.pipeline.SentParameters.wait", _interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     loss_of(model, 1)
         results.append(float(loss_of(model, 1).detach()))
@@ -153,7 +153,7 @@ def test_reading_gathered_parameters_keeps_no_copy_of_the_masters() -> None:
     model, _ = shard(offload=Offload(split_master=True, read_back=True))
     with zeroshard.gathered(model):
         pass
-    assert all(flat._old_master is None for unit in runtime_of(model).units for flat in unit.flats)
+    assert all(flat.home._before_write is None for unit in runtime_of(model).units for flat in unit.flats)
 
 
 def test_state_cannot_be_assigned() -> None:

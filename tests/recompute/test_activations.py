@@ -22,12 +22,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeroshard
-from tests.models import net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard import Activations
 from zeroshard.config.table import Place
-from zeroshard.recompute.kept import Kept
+from zeroshard.recompute.host_pool import HostSlot
+from zeroshard.recompute.saved_input import MovedInput
 from zeroshard.runtime import runtime_of
 
 PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
@@ -105,15 +105,14 @@ def assert_same_bits(ours: tuple[Any, ...], theirs: tuple[Any, ...], what: objec
 def test_divided_and_offloaded_checkpoints_change_no_bit(stage: int) -> None:
     mesh = mesh_of(2, 2)
     plain = trained(mesh, stage=stage)
-    for options, arena in (
-        (Activations(), False),
-        (Activations(), True),
-        (Activations(partition=True), False),
-        (Activations(partition=True, prefetch=0), True),
-        (Activations(partition=True, offload=True), True),
-        (Activations(offload=True, prefetch=2), False),
+    for options in (
+        Activations(),
+        Activations(partition=True),
+        Activations(partition=True, prefetch=0),
+        Activations(partition=True, offload=True),
+        Activations(offload=True, prefetch=2),
     ):
-        assert_same_bits(trained(mesh, stage=stage, activations=options, arena=arena), plain, (options, arena))
+        assert_same_bits(trained(mesh, stage=stage, activations=options), plain, options)
 
 
 @on_ranks(2)
@@ -125,9 +124,9 @@ def test_without_model_parallelism_whole_checkpoints_go_to_the_host() -> None:
         one = 3 * 6 * 10 * 4  # blocks, rows, width, fp32
         assert zeroshard.stats(ours[2]).checkpoint_traffic == {"to the host": one, "to the device": one}
         assert not zeroshard.stats(plain[2]).checkpoint_traffic
-        stores = runtime_of(ours[2]).checkpoints.stores
-        assert stores.host is not None
-        assert stores.host.bytes <= 3 * 384  # three slots, used again
+        store = runtime_of(ours[2]).checkpoints.store
+        assert store.host is not None
+        assert store.host.bytes <= 3 * 384  # three slots, used again
 
 
 @on_ranks(4)
@@ -138,24 +137,24 @@ def test_a_divided_checkpoint_costs_one_gather_a_block_and_a_fraction_of_the_mem
     assert set(moved) == {"all_gather"}
     assert moved["all_gather"].calls == 3
     assert moved["all_gather"].elements == 3 * 6 * 256
-    kept: list[Any] = []
-    original = Kept.__init__
+    stored: list[int] = []
+    original = MovedInput.__init__
 
-    def watched(self: Kept, *args: Any) -> None:
+    def watched(self: MovedInput, *args: Any) -> None:
         original(self, *args)
-        kept.append(self._device.numel())
+        stored.append(self._stored.numel())
 
-    Kept.__init__ = watched  # type: ignore[method-assign]
+    MovedInput.__init__ = watched  # type: ignore[method-assign]
     try:
         model(torch.randn(6, 7))
     finally:
-        Kept.__init__ = original  # type: ignore[method-assign]
-    assert kept == [6 * 256 // 2] * 3
+        MovedInput.__init__ = original  # type: ignore[method-assign]
+    assert stored == [6 * 256 // 2] * 3
 
 
 @on_ranks(4)
 def test_gathers_of_checkpoints_are_under_a_tenth_of_tensor_parallelisms_own() -> None:
-    from zeroshard.comm.collectives import count_functional
+    from zeroshard.comm.traffic import count_functional
     from zeroshard.config.job import ModelConfig
     from zeroshard.train.gpt import GPT
     from zeroshard.train.tensor_parallel import parallelise
@@ -205,13 +204,13 @@ def test_what_checkpoints_move_is_planned_to_the_byte() -> None:
         moved = volume(from_config(config), setup)
         gathered = sum(traffic.elements for traffic in counted.volume_model.values())
         assert moved.checkpoints_gathered == gathered == (2 * 3 * 640 if options.partition else 0)
-        held = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
+        planned = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
         if options.offload and (not options.partition or mesh["tp"].get_local_rank() == 0):
-            assert held == dict(counted.checkpoint_traffic)
+            assert planned == dict(counted.checkpoint_traffic)
         elif options.offload:  # the last rank's part is smaller
-            assert dict(counted.checkpoint_traffic) == {way: size * 240 // 320 for way, size in held.items()}
+            assert dict(counted.checkpoint_traffic) == {way: size * 240 // 320 for way, size in planned.items()}
         else:
-            assert not any(held.values())
+            assert not any(planned.values())
             assert not counted.checkpoint_traffic
         assert sum(counted.host_traffic.values()) > 0  # states, which are told apart from checkpoints
 
@@ -284,21 +283,16 @@ def test_the_host_memory_that_checkpoints_wait_in_is_told() -> None:
     assert of_both == dataclasses.replace(of_states, checkpoints=host.checkpoints)
 
 
-def divided_in_an_arena() -> tuple[Net, torch.optim.Optimizer]:
-    model = build(mesh_of(1, 2))
-    return zeroshard.shard(
-        model, adamw(model.parameters()), stage=2, activations=Activations(partition=True), arena=True
-    )
-
-
 @on_ranks(2)
 def test_memory_is_given_back_with_the_graph() -> None:
-    model, optimizer = divided_in_an_arena()
+    model = build(mesh_of(1, 2), width=64)
+    options = Activations(partition=True, offload=True)
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=options)
     train(model, optimizer, 0)
-    runtime = runtime_of(model)
-    assert runtime.arena is not None
-    size = runtime.arena.size
-    assert size >= 3 * 512
+    pool = runtime_of(model).checkpoints.store.host
+    assert pool is not None
+    size = pool.bytes
+    assert size > 0
     x = torch.randn(6, 7)
     output = model(x)  # never differentiated
     alive = weakref.ref(output)
@@ -310,43 +304,7 @@ def test_memory_is_given_back_with_the_graph() -> None:
     loss.backward()  # twice through one graph
     optimizer.step()
     optimizer.zero_grad()
-    assert runtime.arena.size == size
-    assert runtime.arena.homeless == 0
-
-
-@on_ranks(2)
-def test_an_arena_that_is_too_small_grows_and_says_so() -> None:
-    model, optimizer = divided_in_an_arena()
-    train(model, optimizer, 0, steps=2)
-    with pytest.warns(UserWarning, match=r"arena: .* were too little for step 3, so it grew by"):
-        train(model, optimizer, 0, steps=1, rows=600)
-    arena = runtime_of(model).arena
-    assert arena is not None
-    size = arena.size
-    train(model, optimizer, 0, steps=2, rows=600)
-    assert arena.size == size
-
-
-@on_ranks(2)
-def test_reduced_gradients_lie_in_the_arena_and_are_counted_once() -> None:
-    for stage in (1, 2, 3):
-        sizes = []
-        for arena in (False, True):
-            torch.manual_seed(1)
-            plain = net()
-            model, optimizer = zeroshard.shard(plain, adamw(plain.parameters()), stage=stage, arena=arena)
-            for step in range(3):
-                model(torch.randn(6, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            stats = zeroshard.stats(model)
-            assert stats.memory_at_step is not None
-            sizes.append(stats.memory_at_step.gradients)
-            if arena:
-                found = runtime_of(model).arena
-                assert found is not None
-                assert found.size >= stats.memory_at_step.gradients
-        assert sizes[0] == sizes[1]
+    assert pool.bytes == size
 
 
 @on_ranks(2)
@@ -500,49 +458,23 @@ def test_a_call_that_fails_midway_gives_back_what_it_had_put_away() -> None:
     model = Two()
     options = Activations(checkpoint=False, offload=True)
     model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=options)
-    pool = runtime_of(model).checkpoints.stores.host
+    pool = runtime_of(model).checkpoints.store.host
     assert pool is not None
-    take, taken = pool.take, []
+    take, calls = pool.take, 0
 
-    def second_fails(size: int, *, dry: bool = False) -> Tensor:
-        if len(taken) % 2:
+    def second_fails(size: int, *, dry: bool = False) -> HostSlot:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
             raise RuntimeError("does not fit the host")
-        taken.append(take(size, dry=dry))
-        return taken[-1]
+        return take(size, dry=dry)
 
     pool.take = second_fails  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="does not fit the host"):
             model(torch.ones(2, 7))
-        taken.append(torch.empty(0))
         gc.collect()
     assert pool.bytes == 128  # the one slot, used again
-
-
-@on_ranks(2)
-def test_gradients_that_are_taken_away_leave_their_place_in_the_arena_to_the_next() -> None:
-    for stage in (1, 2):
-        plain = net()
-        model, optimizer = zeroshard.shard(plain, adamw(plain.parameters()), stage=stage, arena=True)
-        train(model, optimizer, 0, steps=1)
-        arena = runtime_of(model).arena
-        assert arena is not None
-        free = arena._blocks[0][0].largest
-        assert free == arena.size
-        for _ in range(2):
-            model(torch.ones(6, 7)).sum().backward()
-            assert arena._blocks[0][0].largest < free
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad = None
-        model(torch.ones(6, 7)).sum().backward()
-        blocks = {tensor.untyped_storage().data_ptr() for tensor in arena.tensors}
-        for unit in runtime_of(model).units:
-            for flat in unit.trainable_flats:
-                assert flat.gradient is not None
-                held = flat.gradient._held
-                assert held is None or held.untyped_storage().data_ptr() in blocks
-        optimizer.step()
 
 
 @on_ranks(1)
@@ -552,11 +484,11 @@ def test_copies_to_the_host_hold_no_tensor_of_a_graph_that_is_gone() -> None:
     inputs: list[Any] = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
-    stores = runtime_of(model).checkpoints.stores
+    store = runtime_of(model).checkpoints.store
     output = model(torch.randn(6, 7))
-    assert stores._leaving
+    assert store._copies
     del output
     gc.collect()
     assert len(inputs) == 3
-    assert not stores._leaving
+    assert not store._copies
     assert not [storage for storage in inputs if storage() is not None]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from zeroshard import Offload
-from zeroshard.optim.hosted import HostUpdate
-from zeroshard.states.flat import Presence, Turns
+from zeroshard.offload.step import HostStep
+from zeroshard.states.turns import Turns
 
 FLATS = 300
 
@@ -20,22 +19,18 @@ class UpdatingFlat:
 
     def __init__(self) -> None:
         self.asked = 0
-        self._presence = Presence.UPDATING
+        self.gathered = False
 
     @property
-    def presence(self) -> Presence:
+    def updating(self) -> bool:
         self.asked += 1
-        return self._presence
+        return not self.gathered
 
     def start_gather(self) -> None:
-        self._presence = Presence.UNDER_WAY
+        self.gathered = True
 
     def update(self) -> None:
-        self._presence = Presence.UPDATING
-
-    @property
-    def gathered(self) -> bool:
-        return self._presence is Presence.UNDER_WAY
+        self.gathered = False
 
 
 def turns_of(flats: list[Any]) -> Turns:
@@ -81,8 +76,10 @@ class EarlyFlat:
     compared = 0
 
     def __init__(self) -> None:
-        self.host = SimpleNamespace(updated_early=True, received=1, held=False, acknowledge=lambda: None)
-        self.gradient = SimpleNamespace(live_on=lambda *_: None, used=[True])
+        self.gradient = SimpleNamespace(used=[True])
+        self.home = SimpleNamespace(
+            flat=self, updated_early=True, received=1, acknowledge=lambda: None, publish_held=lambda: None
+        )
 
     def __eq__(self, other: object) -> bool:
         EarlyFlat.compared += 1
@@ -95,6 +92,7 @@ def test_a_step_compares_no_flat_with_all_the_others() -> None:
     flats: list[Any] = [EarlyFlat() for _ in range(FLATS)]
     pipeline: Any = SimpleNamespace(options=Offload(update_in_backward=True), wait=lambda: None)
     optimizer = torch.optim.AdamW([torch.zeros(1)])
-    host = HostUpdate(flats, pipeline, optimizer, 0, lambda *_: {}, defaultdict(dict), lambda _: None)
+    host = HostStep(pipeline, [], optimizer)
+    host.homes = {flat: flat.home for flat in flats}
     host.update(flats, step=1)
     assert EarlyFlat.compared == 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -350,3 +351,66 @@ def test_a_step_before_any_backward_changes_nothing(stages: Stages) -> None:
         assert_same(weights(model), dict(net(depth=2).state_dict()))
         train(model, optimizer, 0)
         assert_same(weights(model), dict(trained_plainly(1, adamw).state_dict()))
+
+
+@in_stages
+@on_ranks(2)
+def test_zeroed_gradients_of_a_block_that_only_the_other_rank_called_do_not_come_back(stages: Stages) -> None:
+    expected = dict(trained_plainly(2).state_dict())
+    for stage in stages:
+        model, optimizer = shard(stage=stage)
+        train(model, optimizer, 0)
+        blocks = model.blocks if stage == 3 else model.blocks[: 1 + dist.get_rank()]  # stage 3 gathers together
+        whole, model.blocks = model.blocks, blocks
+        loss_of(model, 11).backward()
+        model.blocks = whole
+        optimizer.zero_grad()
+        train(model, optimizer, 1)
+        assert_same(weights(model), expected)
+
+
+def test_a_gradient_assigned_over_one_that_was_not_reduced_yet_counts_alone() -> None:
+    model, optimizer = shard(stage=0)
+    before = weights(model)[INNER]
+    with zeroshard.no_sync(model):
+        loss_of(model, 0).backward()
+    model.get_parameter(INNER).grad = torch.ones(39, 13)
+    optimizer.step()
+    torch.testing.assert_close(weights(model)[INNER], before - 0.1)
+
+
+def test_a_gradient_assigned_after_clipping_an_accumulated_one_is_not_clipped() -> None:
+    model, optimizer = shard(stage=0, precision="bf16")
+    before = weights(model)[INNER]
+    for micro in range(2):
+        loss_of(model, micro).backward()
+    optimizer.clip_grad_norm_(1e-3)
+    model.get_parameter(INNER).grad = torch.ones(39, 13, dtype=torch.bfloat16)
+    optimizer.step()
+    torch.testing.assert_close(weights(model)[INNER], before - 0.1, rtol=0.02, atol=1e-3)
+
+
+UPDATED_IN_BACKWARD = zeroshard.Offload(update_in_backward=True)
+
+
+def test_a_parameter_whose_unreduced_gradient_was_dropped_is_not_updated_by_an_update_in_backward() -> None:
+    model, optimizer = shard(adamw, offload=UPDATED_IN_BACKWARD)
+    before = weights(model)
+    with zeroshard.no_sync(model):
+        loss_of(model, 0).backward()
+    model.get_parameter(INNER).grad = None
+    optimizer.step()
+    after = weights(model)
+    assert [name for name in before if torch.equal(before[name], after[name])] == [INNER], "not even by weight decay"
+
+
+def test_gradients_zeroed_between_forward_and_backward_leave_room_for_an_update_in_backward() -> None:
+    model, optimizer = shard(adamw, offload=UPDATED_IN_BACKWARD)
+    torch.autograd.backward(loss_of(model, 5), inputs=[model.get_parameter(INNER)])
+    loss = loss_of(model, 0)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    plain = net(depth=2)
+    train(plain, adamw(plain.parameters()), 0)
+    torch.testing.assert_close(weights(model), dict(plain.state_dict()))

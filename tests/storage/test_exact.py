@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Offload
-from zeroshard.offload.arena import aligned
-from zeroshard.offload.states import join
+from zeroshard.offload.host_buffers import join
+from zeroshard.offload.pinned import aligned
 from zeroshard.runtime import runtime_of
 from zeroshard.storage.background import RESERVE, Snapshots
 from zeroshard.storage.contents import collect
@@ -204,7 +204,7 @@ def test_a_split_master_is_put_together_once_and_one_at_a_time_and_counted(
         made.append(weakref.ref(joined))
         return joined
 
-    monkeypatch.setattr("zeroshard.offload.shard.join", watched)
+    monkeypatch.setattr("zeroshard.offload.home.join", watched)
     zeroshard.save(tmp_path / "saved", model, optimizer, asynchronous=True).wait()
     assert alive == [0] * len(units)
 

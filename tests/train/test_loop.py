@@ -1,11 +1,12 @@
 """The pieces of the training loop that need no ranks."""
 
+import pytest
 import torch
 
-from zeroshard.config.job import ModelConfig
+from zeroshard.config.job import ModelConfig, load_job
 from zeroshard.train.gpt import GPT
-from zeroshard.train.journal import Stopwatch
-from zeroshard.train.loop import lr_share, parameter_groups
+from zeroshard.train.loop import Rank, lr_share, parameter_groups, shard_options
+from zeroshard.train.record import Stopwatch
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
@@ -26,6 +27,14 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:
     assert {id(p) for p in decayed["params"]} | {id(p) for p in other["params"]} == {id(p) for p in model.parameters()}
     assert all(p.dim() == 2 for p in decayed["params"])
     assert torch.optim.AdamW([decayed, other]).param_groups[1]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize(("device", "used"), [("cuda:1", True), ("cpu", False)])
+def test_gpu_memory_is_defragmented_unless_the_job_says_otherwise(device: str, used: bool) -> None:
+    here = Rank(0, 1, torch.device(device))
+    assert shard_options(load_job("tiny"), here)["defragment"] is used
+    for said in (True, False):
+        assert shard_options(load_job("tiny", {"shard.defragment": said}), here)["defragment"] is said
 
 
 def test_a_paused_stopwatch_stands_still() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..comm.traffic import Traffic
 from ..config.table import Place
-from ..offload.pipeline import Pipeline
 from ..optim.piece_states import PieceStates
 from ..states.unit import Unit
 from ..system import compat
@@ -63,7 +62,7 @@ class Stats:
     volume_model: Mapping[str, Traffic]
     """With divided activation checkpoints (P_a), what moved between model-parallel ranks to put them together again.
 
-    What tensor parallelism itself moves is not in it: that is torch's, and counted by ``observe.collectives``."""
+    What tensor parallelism itself moves is not in it: that is torch's, and counted by ``comm.traffic``."""
     parameters: int
     """Ψ: the elements of all parameters; with tensor parallelism, of this rank's parts of them."""
     padded_parameters: int
@@ -130,15 +129,13 @@ class Ledger:
         """What comes and goes within a step."""
         gradients: list[Tensor] = []
         accumulators: list[Tensor] = []
-        in_arena = 0
         for flat in self._flats:
-            if flat.gradient is not None:
-                held, extra = flat.gradient.tensors()
-                gradients += held
-                accumulators += extra
-                in_arena += flat.gradient.arena_bytes
+            if flat.trainable:
+                found = flat.home.on_device()
+                gradients += [*flat.gradient.tensors(), *found.gradients]
+                accumulators += found.accumulators
         return Memory(
-            gradients=_bytes(gradients) + in_arena,
+            gradients=_bytes(gradients),
             accumulators=_bytes(accumulators) - _bytes_of_both(gradients, accumulators) if accumulators else 0,
             gathered=_bytes(flat.whole for flat in self._gathering),
         )
@@ -152,20 +149,19 @@ class Ledger:
         )
 
     def _optimizer_states(self) -> int:
-        masters = [flat.master for flat in self._flats if flat.separate_master and flat.host is None]
+        masters = [master for flat in self._flats for master in flat.home.on_device().masters]
         return _bytes([*masters, *([] if self._states is None else self._states.on_device())])
 
+    def on_host(self, ring: int, checkpoints: int) -> Memory:
+        """This rank's model states in host memory, with the bytes of the buffers that gradients share in turn.
 
-def measure_host(pipeline: Pipeline | None, checkpoints: int) -> Memory:
-    """This rank's model states in host memory, beside so many bytes for checkpoints."""
-    kinds = {"slot": "gradients", "total": "accumulators", "resting": "parameters", "fresh": "parameters"}
-    sizes = dict.fromkeys(("gradients", "accumulators", "parameters", "optimizer_states"), 0)
-    if pipeline is not None:
-        for states in pipeline.states:
-            for name, tensor in states.tensors.items():
-                sizes[kinds.get(name, "optimizer_states")] += tensor.nbytes
-        sizes["gradients"] += pipeline.ring_bytes
-    return Memory(place=Place.HOST, checkpoints=checkpoints, **sizes)
+        ``checkpoints`` are the bytes for activation checkpoints.
+        """
+        sizes = {"gradients": ring}
+        for flat in self._flats:
+            for kind, size in flat.home.on_host().items():
+                sizes[kind] = sizes.get(kind, 0) + size
+        return Memory(place=Place.HOST, checkpoints=checkpoints, **sizes)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..comm.fabric import DisagreementError, Fabric
-from ..states.flat import Flat, gradient_of
+from ..states.flat import Flat
 from ..system import compat
 
 REPLICAS_APART = 1e-2
@@ -21,35 +21,31 @@ def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
     """
     if fabric.model.rank > 0:
         flats = [flat for flat in flats if flat.divided]
-    parts = {flat: part for flat in flats if (part := gradient_of(flat).part(flat.shard_range)) is not None}
-    found = dict(zip(parts, compat.norms([part for part, _ in parts.values()], torch.float64), strict=True))
-    factors = {flat: factor for flat, (_, factor) in parts.items()}
-    for flat in flats:
-        on_host = gradient_of(flat).host_norm() if flat not in parts else None
-        if on_host is not None:
-            found[flat], factors[flat] = on_host
-    ordered = [flat for flat in flats if flat in found]
-    if not ordered:
+    found = _norms(flats)
+    if not found:
         mine = torch.zeros((), dtype=torch.float64, device=fabric.device)
     else:
-        norms = torch.stack([found[flat] for flat in ordered])
-        if any(factor is not None for factor in factors.values()):
+        norms = torch.stack(list(found.values()))
+        if any(flat.home.factor is not None for flat in found):
             one = torch.ones((), device=fabric.device)
-            norms = norms * torch.stack([one if (f := factors[flat]) is None else f for flat in ordered])
+            norms = norms * torch.stack([one if (f := flat.home.factor) is None else f for flat in found])
         mine = norms.square().sum()
     return fabric.sum_in_order(mine).sqrt()
 
 
-def local_norms(flats: list[Flat]) -> list[Tensor]:
-    """The norm of each flat's averaged gradient, of the part on this rank; of those that have one."""
-    found = []
+def _norms(flats: list[Flat]) -> dict[Flat, Tensor]:
+    """The norm of each flat's averaged gradient, of this rank's part; of the flats that have one, in their order."""
+    on_device = {flat: part for flat in flats if (part := flat.home.counted()) is not None}
+    found = dict(zip(on_device, compat.norms(list(on_device.values()), torch.float64), strict=True))
     for flat in flats:
-        part = gradient_of(flat).part(flat.shard_range)
-        if part is not None:
-            found += compat.norms([part[0]], torch.float64)
-        elif (on_host := gradient_of(flat).host_norm()) is not None:
-            found.append(on_host[0])
-    return found
+        if flat not in found and (norm := flat.home.norm()) is not None:
+            found[flat] = norm
+    return {flat: found[flat] for flat in flats if flat in found}
+
+
+def local_norms(flats: list[Flat]) -> list[Tensor]:
+    """The norm of each flat's averaged gradient, of the part on this rank; of the flats that have one."""
+    return list(_norms(flats).values())
 
 
 def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
@@ -58,13 +54,12 @@ def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
     Asked in the first step, and in the first after a load, for it waits for the device. Gradients that are on the
     host by then are not seen.
     """
-    parts = {flat: gradient_of(flat).part(flat.shard_range) for flat in flats if not flat.divided}
-    held = {flat: part[0] for flat, part in parts.items() if part is not None}
-    if fabric.model.world == 1 or fabric.backend == "fake" or not held:
+    parts = {flat: part for flat in flats if not flat.divided and (part := flat.home.counted()) is not None}
+    if fabric.model.world == 1 or fabric.backend == "fake" or not parts:
         return
-    norms = fabric.gather_along_model(torch.stack(compat.norms(list(held.values()), torch.float64)))
+    norms = fabric.model.gather_small(torch.stack(compat.norms(list(parts.values()), torch.float64)))
     apart = norms.amax(0) - norms.amin(0) > REPLICAS_APART * norms.amax(0)
-    for flat, differs in zip(held, apart.tolist(), strict=True):
+    for flat, differs in zip(parts, apart.tolist(), strict=True):
         if differs:
             raise DisagreementError(
                 f"the gradients of {flat.layout.slots[0].name!r} and its neighbours, which every tensor-parallel rank "

@@ -1,14 +1,15 @@
-"""What the sharded optimizer keeps for its pieces, and the way to torch's whole state dict and back.
+"""The states of the sharded optimizer, and the way to torch's whole state dict and back.
 
-States belong to pieces of parameters, as torch's own optimizer made them; those that live on the host are behind
-``HostUpdate``. A state dict is put together from all ranks' pieces, a parameter at a time, and cut into pieces again.
+States belong to pieces of parameters. Those of flats on the device are where torch's own optimizer puts them, those of
+flats on the host are in their homes. A state dict is put together from all ranks' pieces, a parameter at a time, and
+cut into pieces again.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import parallel
 from ..comm.fabric import Fabric
-from ..config.optimizers import SCALARS, SUPPORTED
-from ..states.flat import Flat, MasterPiece
-from .hosted import HostUpdate
+from ..config.layout import Piece
+from ..states.flat import Flat
+from ..states.updates import StateKeeper, Updates
 
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""
@@ -29,24 +30,18 @@ class PieceStates:
     """By piece, what an optimizer keeps."""
 
     def __init__(
-        self,
-        state: defaultdict[Tensor, dict[str, Any]],
-        flats: list[Flat],
-        *,
-        kind: type[torch.optim.Optimizer],
-        host: HostUpdate | None,
-        fabric: Fabric,
-        group_of: Callable[[Flat, MasterPiece], dict[str, Any]],
+        self, state: defaultdict[Tensor, dict[str, Any]], flats: list[Flat], updates: Sequence[Updates], fabric: Fabric
     ) -> None:
-        self._state, self._flats, self._kind = state, flats, kind
-        self._host, self._fabric, self._group_of = host, fabric, group_of
+        self._state, self._flats, self._updates, self._fabric = state, flats, updates, fabric
+        self._keepers = {flat: keeper for each in updates for flat, keeper in each.keepers.items()}
         self._loads = 0
 
     def settled(self) -> defaultdict[Tensor, dict[str, Any]]:
-        """All of it, after the updates that are under way on the host."""
-        if self._host is not None:
-            self._host.pipeline.wait()
-            self._host.show_steps()
+        """All states, after the updates that are under way."""
+        for each in self._updates:
+            each.wait()
+        for keeper in self._keepers.values():
+            self._state.update(keeper.states())
         return self._state
 
     def shape(self) -> tuple[int, int, int]:
@@ -57,9 +52,7 @@ class PieceStates:
 
     def on_device(self) -> list[Tensor]:
         """The states that live on the device, for the memory ledger."""
-        on_host = set() if self._host is None else {piece.tensor for f in self._host.flats for piece in f.pieces}
-        states = [state for piece, state in self._state.items() if isinstance(piece, Tensor) and piece not in on_host]
-        return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+        return [tensor for keeper in self._keepers.values() for tensor in keeper.device_states()]
 
     def take_over(self, original: torch.optim.Optimizer) -> None:
         """Cuts state that the optimizer already has into pieces."""
@@ -67,30 +60,9 @@ class PieceStates:
             for piece in flat.pieces:
                 parameter = flat.parameters[piece.slot]
                 if parameter in original.state:
-                    self._load_piece(flat, piece, _with_whole_tensors(original.state[parameter]))
+                    self._keepers[flat].load(piece, _with_whole_tensors(original.state[parameter]))
         self.take_common({key: value for key, value in original.state.items() if not isinstance(key, Tensor)})
         original.state.clear()
-
-    def _load_piece(self, flat: Flat, piece: MasterPiece, state: dict[str, Any]) -> None:
-        if self._host is not None and flat.host is not None:
-            self._host.load(flat, piece, state)
-            return
-        slot = flat.layout.slots[piece.slot]
-        loaded = {}
-        for name, value in state.items():
-            if name == MASTER:
-                if flat.separate_master:
-                    piece.tensor.copy_(slot.part(value).reshape(-1)[piece.start :][: piece.tensor.numel()])
-            elif isinstance(value, Tensor) and value.shape == slot.whole_shape and name not in SCALARS:
-                part = slot.part(value).reshape(-1)[piece.start :][: piece.tensor.numel()]
-                loaded[name] = part.to(device=piece.tensor.device, dtype=piece.tensor.dtype, copy=True)
-            elif isinstance(value, Tensor):
-                group = self._group_of(flat, piece)
-                on_device = group.get("fused") or group.get("capturable")  # where torch keeps it, too
-                loaded[name] = value.to(piece.tensor.device, copy=True) if on_device else value.clone()
-            else:
-                loaded[name] = copy.deepcopy(value)
-        self._state[piece.tensor] = loaded
 
     # -- state dict -----------------------------------------------------------------------------------------------
 
@@ -129,28 +101,18 @@ class PieceStates:
         self.take_common(copy.deepcopy(common))
         with torch.no_grad():
             for flat in self._flats:
-                loaded = False
+                masters: dict[Piece, Tensor] = {}
                 for piece in flat.pieces:
-                    state = states[id(flat.parameters[piece.slot])]
-                    if state is not None:
-                        self._load_piece(flat, piece, state)
-                        loaded = loaded or MASTER in state
-                if flat.host is not None and loaded:
-                    flat.host.adopt(self._with_masters(flat, states))
-                if self._agree_any(loaded) and flat.separate_master:
+                    state = dict(states[id(flat.parameters[piece.slot])] or {})
+                    master = state.pop(MASTER, None)
+                    if master is not None:
+                        masters[piece] = master
+                    if state:
+                        self._keepers[flat].load(piece, state)
+                if masters and flat.home.separate_master:
+                    flat.home.adopt(_with_masters(flat, masters))
+                if self._agree_any(bool(masters)) and flat.home.separate_master:
                     flat.publish()
-
-    def _with_masters(self, flat: Flat, states: dict[int, dict[str, Any] | None]) -> Tensor:
-        """The master's values with those of a state dict in their places."""
-        assert flat.host is not None
-        values = flat.host.master().clone()
-        for piece in flat.pieces:
-            master = (states[id(flat.parameters[piece.slot])] or {}).get(MASTER)
-            if master is not None:
-                numel = piece.tensor.numel()
-                part = flat.layout.slots[piece.slot].part(master)
-                values[piece.offset :][:numel].copy_(part.reshape(-1)[piece.start :][:numel])
-        return values
 
     def _agree_any(self, flag: bool) -> bool:
         return bool(self._fabric.maximum([int(flag)])[0])
@@ -159,16 +121,16 @@ class PieceStates:
         """Per parameter of a flat, its state put together from all ranks."""
         mine: dict[int, dict[str, Any]] = {}
         parts: dict[str, list[tuple[int, Tensor]]] = {}
-        master = flat.master if flat.separate_master else None
+        master = flat.home.master() if flat.home.separate_master else None
         known = self.settled()
-        for piece in flat.pieces:
-            state = dict(known.get(piece.tensor, {}))
+        for piece, tensor in flat.pieces.items():
+            state = dict(known.get(tensor, {}))
             if master is not None:
-                state[MASTER] = master[piece.offset :][: piece.tensor.numel()]
+                state[MASTER] = master[piece.offset :][: piece.numel]
             if state:
                 mine[piece.slot] = {}
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == piece.tensor.shape and value.dim() > 0:
+                if isinstance(value, Tensor) and value.shape == tensor.shape and value.dim() > 0:
                     parts.setdefault(name, []).append((piece.offset, value))
                 else:
                     copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
@@ -198,9 +160,9 @@ class PieceStates:
 
     # -- for checkpoints ------------------------------------------------------------------------------------------
 
-    def of(self, piece: MasterPiece) -> dict[str, Any]:
-        """What the optimizer keeps for one piece, once the host has nothing to do."""
-        return dict(self._state.get(piece.tensor, {}))
+    def of(self, tensor: Tensor) -> dict[str, Any]:
+        """The states of one piece, after ``settled``."""
+        return dict(self._state.get(tensor, {}))
 
     def common(self) -> dict[Any, Any]:
         """What the optimizer keeps for no parameter in particular; the same on all ranks, as elements do not enter."""
@@ -212,37 +174,28 @@ class PieceStates:
         common.update(state)
 
     def forget(self) -> None:
-        """Before states are loaded."""
-        if self._host is not None:
-            self._host.forget_states()
+        """Forgets all states, before others are loaded."""
+        for keeper in self._keepers.values():
+            keeper.forget_states()
         self._state.clear()
         self._loads += 1
 
     def takes(self, name: str) -> bool:
-        """Whether there is room for a state of this name: the host has that of its own rules, torch of any."""
-        return self._host is None or self._host.has_moment(name)
+        """Whether there is room for a state of this name."""
+        return all(keeper.takes(name) for keeper in self._keepers.values())
 
-    def room_for(self, flat: Flat, piece: MasterPiece, name: str, dtype: torch.dtype) -> Tensor | None:
-        """Memory for one state of a piece, to be filled; None where this optimizer has no such state."""
-        if self._host is not None and flat.host is not None:
-            return self._host.room_for(flat, piece, name)
-        known = self._kind in SUPPORTED  # whose states are of the master's dtype; others may have reasons
-        kept = piece.tensor.dtype if dtype.is_floating_point and known else dtype
-        room = self._state[piece.tensor][name] = torch.empty_like(piece.tensor, dtype=kept)
-        return room
+    def keeper(self, flat: Flat) -> StateKeeper:
+        """What takes a flat's states when they are loaded piece by piece."""
+        return self._keepers[flat]
 
-    def take_scalars(self, flat: Flat, piece: MasterPiece, scalars: dict[str, Any], moments: bool) -> None:
-        """Takes state that belongs to the parameter as a whole, after ``room_for`` was filled."""
-        if self._host is not None and flat.host is not None:
-            self._host.set_count(flat, piece, int(scalars.get("step", 1 if moments else 0)))
-            return
-        group = self._group_of(flat, piece)
-        on_device = group.get("fused") or group.get("capturable")  # where torch keeps it, too
-        for name, value in scalars.items():
-            if isinstance(value, Tensor):
-                self._state[piece.tensor][name] = value.to(piece.tensor.device, copy=True) if on_device else value
-            else:
-                self._state[piece.tensor][name] = value
+
+def _with_masters(flat: Flat, masters: dict[Piece, Tensor]) -> Tensor:
+    """The master's values with those of a state dict in their places."""
+    values = flat.home.master().clone()
+    for piece, master in masters.items():
+        whole = flat.layout.slots[piece.slot].part(master).reshape(-1)
+        values[piece.offset :][: piece.numel].copy_(whole[piece.start : piece.stop])
+    return values
 
 
 def _with_whole_tensors(state: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,8 @@ storage and are valid again after the next gather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +25,16 @@ from torch import Tensor, nn
 from ..comm import parallel
 from ..comm.fabric import Fabric
 from ..comm.lane import Pending
-from ..config.layout import FlatLayout, Range, flat_layout
+from ..config.layout import FlatLayout, Piece, flat_layout
 from ..config.options import Precision
 from ..config.table import Extent, StateTable
-from ..offload.pipeline import Publication
-from ..offload.shard import HostShard
-from ..offload.states import round_to
 from ..system import compat
+from .device_home import DeviceHome
 from .gradient import FlatGradient
+from .home import Home, Publication
 from .placeholder import Placeholders
 from .pointing import PointedParameters
+from .turns import Turns
 
 
 class Presence(Enum):
@@ -48,18 +47,6 @@ class Presence(Enum):
     UPDATING = auto()
     """Whole at rest, and being updated on the host. Their gathers are issued in turn (``Turns``)."""
     PRESENT = auto()
-
-
-class MasterPiece(NamedTuple):
-    """The tensor that the optimizer updates for one parameter on this rank."""
-
-    slot: int
-    """Index of the parameter in its flat."""
-    start: int
-    """First element, counted inside the parameter."""
-    offset: int
-    """First element, counted inside the master."""
-    tensor: Tensor
 
 
 class Flat:
@@ -75,93 +62,85 @@ class Flat:
         fabric: Fabric,
         placeholders: Placeholders,
     ) -> None:
-        self.label = label
+        self.label, self.table, self.precision = label, table, precision
         boxes = {name: box for name, parameter in members if (box := parallel.box_of(parameter)) is not None}
         shapes = [(name, parallel.local(parameter).shape) for name, parameter in members]
         self.layout: FlatLayout = flat_layout(shapes, fabric.shards, boxes)
         self.divided = bool(boxes)
         """Whether tensor parallelism leaves this rank a part of each parameter."""
+        self.alone = fabric.data_parallel == 1
+        """Whether no other rank computes gradients of the same parameters."""
         self.parameters = [parameter for _, parameter in members]
         self.trainable = self.parameters[0].requires_grad
-        self.host: HostShard | None = None
-        """This rank's states in host memory, where they live there."""
         self.origin_dtype = self.parameters[0].dtype
         self.dtype = precision.parameters or self.origin_dtype
         self.master_dtype = torch.float32 if precision.keeps_master and self.trainable else self.dtype
         self.shard_range = self.layout.shard(fabric.shard_rank)
-        self.own = self.shard_range if table.optimizer.extent is Extent.SHARD else self.layout.whole
         self.sharded = table.parameters.extent is Extent.SHARD
-        self.casts_on_gather = precision.cast_on_gather and self.sharded and self.separate_master
+        self.at_rest = self.shard_range if self.sharded else self.layout.whole
+        """The range of the parameters that this rank has at rest."""
+        self.own = self.shard_range if table.optimizer.extent is Extent.SHARD else self.layout.whole
+        """The range that this rank updates."""
+        self.counted = slice(self.shard_range.start - self.own.start, self.shard_range.stop - self.own.start)
+        """The part of ``own`` that counts for norms on this rank, so that no element counts twice."""
+        self.home: Home = DeviceHome(self)
+        """Where optimizer states and averaged gradients live."""
         self.presence = Presence.PRESENT
         self.lent = False
-        """User code saw the parameters and may have kept a view: the storage is left to it, not emptied under it."""
+        """User code saw the parameters and may have stored a view: the storage is left to it, not emptied under it."""
         self._turns = Turns()
-        self._old_master: Tensor | None = None
         self._publication: Publication | None = None
         self._fabric = fabric
         self._pending: Pending | None = None
         self.whole: Tensor
         self.shard: Tensor
-        self._master: Tensor
-        self.pieces: list[MasterPiece] = []
+        self.pieces: dict[Piece, Tensor] = {}
+        """The parts of parameters that this rank updates, and the tensor that the optimizer has for each."""
         self._cuts: list[int] = []
         self._pointed = PointedParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
-        self.gradient: FlatGradient | None = None
-        if self.trainable:
-            self.gradient = FlatGradient(
-                label,
-                self.layout,
-                self.parameters,
-                self.dtype,
-                own=self.own,
-                table=table,
-                precision=precision,
-                fabric=fabric,
-                placeholders=placeholders,
-            )
+        self._gradient = FlatGradient(self, fabric, placeholders) if self.trainable else None
 
     @property
-    def separate_master(self) -> bool:
-        """Whether the master is a copy of its own rather than the parameters themselves."""
-        return self.trainable and (self.master_dtype is not self.dtype or self.host is not None)
+    def gradient(self) -> FlatGradient:
+        """The gradients of a trainable flat."""
+        assert self._gradient is not None, f"{self.label} is frozen"
+        return self._gradient
 
     @property
-    def rests_on_host(self) -> bool:
-        """Whether the shard lives in host memory."""
-        return self.host is not None and self.host.states.resting is not None
+    def present(self) -> bool:
+        """Whether the whole parameters can be read."""
+        return self.presence is Presence.PRESENT
+
+    @property
+    def updating(self) -> bool:
+        """Whether the whole parameters are at rest and wait for an update that is under way."""
+        return self.presence is Presence.UPDATING
 
     @property
     def has_shard(self) -> bool:
         """Whether the shard has memory of its own on the device at rest."""
-        return not self.casts_on_gather and not self.rests_on_host
+        return not self.home.fills_shard
 
     @property
-    def master(self) -> Tensor:
-        """The master; a copy of it where it lives on the host."""
-        if self.host is not None and self.trainable:
-            return self.host.master().to(self._fabric.device)
-        return self._master
+    def own_parameters(self) -> Tensor:
+        """The parameters of the range that this rank updates, where they rest on the device."""
+        return self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
 
-    def own_values(self) -> Tensor:
-        """The master where it is, on the device or on the host; put together where it is split."""
-        return self._master if self.host is None else self.host.master()
-
-    def kept_values(self) -> Tensor:
-        """The parameters of the kept range, at rest."""
-        if self.rests_on_host:
-            assert self.host is not None
-            assert self.host.states.resting is not None
-            return self.host.states.resting
+    @property
+    def parameters_at_rest(self) -> Tensor:
+        """The parameters that this rank has at rest, where they are."""
+        if self.home.resting is not None:
+            return self.home.resting
         return self.shard if self.sharded else self.whole
 
     def by_piece(self, own: Tensor) -> Sequence[Tensor]:
-        """A tensor of the range that this rank updates, cut into pieces: one call for all, for each costs as much."""
+        """Cuts a tensor of the ``own`` range into pieces. One ``split``: a slice for each piece would cost as much."""
         parts: tuple[Tensor, ...] = own.split(self._cuts)
         return parts[1::2]
 
-    def live_on(self, host: HostShard, turns: Turns) -> None:
-        """Keeps the states on the host; asked before the first values come."""
-        self.host, self._turns = host, turns
+    def live_in(self, home: Home, turns: Turns) -> None:
+        """Gets another home than the device's, before the first values come."""
+        self.home, self._turns = home, turns
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -173,59 +152,34 @@ class Flat:
         """The parameters as views of a whole flat."""
         return [slot.view(whole) for slot in self.layout.slots]
 
-    @property
-    def kept(self) -> Range:
-        """The range of the parameters that this rank keeps at rest."""
-        return self.shard_range if self.sharded else self.layout.whole
-
     def adopt(self, origin: Tensor) -> None:
-        """Takes rank 0's first values; this rank keeps its range of them."""
+        """Takes rank 0's first values; this rank stores its range of them."""
         self._fabric.broadcast(origin, divided=self.divided)
-        self.keep(origin[self.kept.start : self.kept.stop].clone() if self.sharded else origin)
+        self.start_from(origin[self.at_rest.start : self.at_rest.stop].clone() if self.sharded else origin)
 
-    def keep(self, values: Tensor) -> None:
-        """Takes the first values of the kept range, in the master's dtype; parameters point here from now."""
+    def start_from(self, values: Tensor) -> None:
+        """Takes the first values of the range at rest, in the master's dtype. Parameters point here from now on."""
         if self.sharded:
             self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self._fabric.device)
             place = slice(self.shard_range.start, self.shard_range.stop)
-            self.shard = self._rounded(values) if self.has_shard else self.whole[place]
-            own = values
+            self.shard = self.home.rounded(values) if self.has_shard else self.whole[place]
         else:
-            self.whole = self._rounded(values)
+            self.whole = self.home.rounded(values)
             self.shard = self.whole[self.shard_range.start : self.shard_range.stop]
-            own = values[self.own.start : self.own.stop]
-        if self.host is not None:
-            self._keep_on_host(self.host, own)
-        elif self.separate_master:
-            self._master = own.clone() if own.numel() < values.numel() else own  # a view would hold all of the values
-        else:
-            self._master = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
+        self.home.move_in(values if self.sharded else values[self.own.start : self.own.stop])
         if self.trainable:
-            stored = self._master if self.host is None else self.host.states.stored
-            self.pieces = [
-                MasterPiece(piece.slot, piece.start, piece.offset, stored[piece.offset :][: piece.numel])
-                for piece in self.layout.pieces(self.own)
-            ]
-            self._cuts = _cuts(self.pieces, self.own.numel)
+            pieces, stored = self.layout.pieces(self.own), self.home.stored
+            self.pieces = {piece: stored[piece.offset :][: piece.numel] for piece in pieces}
+            self._cuts = _cuts(pieces, self.own.numel)
         self._pointed.show(self.views_of(self.whole))
         if self.sharded:
             self.release()
-
-    def _rounded(self, values: Tensor) -> Tensor:
-        """Values in the parameters' dtype, as whoever publishes them rounds them."""
-        return values.to(self.dtype) if self.host is None else round_to(values, self.dtype)
-
-    def _keep_on_host(self, host: HostShard, values: Tensor) -> None:
-        target = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
-        counted = slice(self.shard_range.start - self.own.start, self.shard_range.stop - self.own.start)
-        host.rest_at(None if self.rests_on_host else target, counted)
-        host.adopt(values)
 
     # -- gather and release ---------------------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Starts making the whole parameters exist. Nothing to do where they are present or under way."""
-        if self.presence is Presence.UPDATING:
+        if self.updating:
             self._turns.gather_up_to(self)
         elif self.presence is Presence.RELEASED:
             self.start_gather()
@@ -249,11 +203,7 @@ class Flat:
                 self.whole.untyped_storage().resize_(self.layout.numel * self.dtype.itemsize)
             if publication is not None:
                 publication.wait()
-            if self.casts_on_gather:
-                self.shard.copy_(self._master)
-            if self.rests_on_host:
-                assert self.host is not None
-                self.host.copy_resting_to(self.shard)
+            self.home.before_gather(self.shard)
 
         with compat.label(f"zeroshard.gather {self.label}"):
             lane = self._fabric.gathers
@@ -287,9 +237,7 @@ class Flat:
         """Gives the whole parameters' memory back. Nothing to do where they are whole at rest."""
         if not self.sharded or self.presence is Presence.RELEASED:
             return
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        self._finish_gather()
         if self.presence is Presence.PRESENT:
             self.check_unwritten()
             self._pointed.hide()
@@ -305,44 +253,34 @@ class Flat:
     # -- publish --------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Makes an updated master visible: into the parameters' dtype, and to the other ranks where they are whole."""
+        """Makes an updated master visible: in the parameters' dtype, and to the other ranks where they are whole."""
         with compat.label(f"zeroshard.publish {self.label}"):
-            if not self.trainable:  # loaded, by every rank for itself
-                self._outdate()
-                return
-            if self.host is not None:
-                self._outdate()
-                self._publication = self.host.publish_all()
-                return
-            if self.separate_master and not self.casts_on_gather:
-                target = self.shard if self.sharded else self.whole[self.own.start : self.own.stop]
-                target.copy_(self._master)
-            self._outdate()
-            if not self.sharded and self.own.numel != self.layout.numel:
+            self._finish_gather()
+            publication = self.home.publish()
+            self.outdate(publication)
+            if publication is None and self.trainable and not self.sharded and self.own.numel != self.layout.numel:
                 self._pointed.hide()
                 self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label)
                 self.presence = Presence.UNDER_WAY
 
-    def expect_update(self) -> Publication:
-        """The host will change the parameters: whoever needs them from now on waits for the publication."""
-        assert self.host is not None
-        self._outdate()
-        self._publication = self.host.new_publication()
-        return self._publication
-
-    def _outdate(self) -> None:
-        """What was read of the parameters is no longer what they are."""
-        if self._pending is not None:
-            self._pending.wait()  # an earlier publish that nobody needed
-            self._pending = None
+    def outdate(self, publication: Publication | None) -> None:
+        """Notes that the parameters change. Whoever needs them from now on waits for the publication, if any."""
+        # Backward through old values must raise, and a unit that is still gathered shows old values.
+        self._finish_gather()
         self._pointed.outdate()
         if self.sharded:
-            self.release()  # a unit that was still gathered shows an old value
-        elif self.host is not None and self.presence is not Presence.UPDATING:
-            self._old_master = None
+            self.release()
+        elif publication is not None and self.presence is not Presence.UPDATING:
+            self.home.after_write()
             self._pointed.hide()
             self.presence = Presence.UPDATING
             self._turns.expect(self)
+        self._publication = publication
+
+    def _finish_gather(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
     def rewrite(self) -> None:
         """Takes rank 0's present values as the new ones. A master keeps its lower bits where nothing was changed."""
@@ -350,33 +288,15 @@ class Flat:
         self._fabric.broadcast(self.whole, divided=self.divided)
         if self.sharded and self.has_shard:
             self.shard.copy_(self.whole[self.shard_range.start : self.shard_range.stop])
-        if self.host is not None and not self.trainable:
-            self.host.adopt(self.whole[self.shard_range.start : self.shard_range.stop])
         self.refresh_master()
 
-    def before_write(self) -> None:
-        """Remembers a master that cannot be put together again once the parameters are written."""
-        if self.host is not None and self.host.reads_back and self._old_master is None:
-            self._old_master = self.host.master()
-
-    def after_write(self) -> None:
-        """Forgets what ``before_write`` remembers."""
-        self._old_master = None
-
     def refresh_master(self) -> None:
-        """Makes the master follow parameters that were written where they are, after ``before_write``."""
+        """Makes the master follow parameters that were written where they are, after ``home.before_write``."""
         self._pointed.accept_writes()
-        if self.separate_master:
-            values, master = self.whole[self.own.start : self.own.stop], self._old_master
-            master = self.master if master is None else master.to(values.device)
-            new = torch.where(self._rounded(master) == values, master, values.to(master.dtype))
-            if self.host is not None:
-                self.host.adopt(new)
-            else:
-                self._master.copy_(new)
+        self.home.follow(self.whole[self.own.start : self.own.stop])
 
     def take_written_names(self) -> list[str]:
-        """Parameters written in place since they were pointed where they are; asked again it names none."""
+        """Names of parameters written in place since this was last asked."""
         return self._pointed.take_written_names()
 
     def check_unwritten(self) -> None:
@@ -386,53 +306,13 @@ class Flat:
         that a master stands behind.
         """
         present = self.presence is Presence.PRESENT
-        self._pointed.check(present, writes_count=present and not self.sharded and not self.separate_master)
+        self._pointed.check(present, writes_count=present and not self.sharded and not self.home.separate_master)
 
 
-def gradient_of(flat: Flat) -> FlatGradient:
-    """The gradient of a trainable flat."""
-    assert flat.gradient is not None
-    return flat.gradient
-
-
-def _cuts(pieces: Sequence[MasterPiece], numel: int) -> list[int]:
+def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:
     """Sizes of the gap before the first piece, that piece, the gap before the next, and so on to the end."""
     sizes, end = [], 0
     for piece in pieces:
-        sizes += [piece.offset - end, piece.tensor.numel()]
-        end = piece.offset + piece.tensor.numel()
+        sizes += [piece.offset - end, piece.numel]
+        end = piece.offset + piece.numel
     return [*sizes, numel - end]
-
-
-class Turns:
-    """The one order in which all ranks gather flats that the host updates: ranks differ in when each is updated."""
-
-    def __init__(self) -> None:
-        self.order: Callable[[], list[Flat]] = list
-        """Gives the order; the same list as before unless it has changed."""
-        self._known: list[Flat] | None = None
-        self._place: dict[Flat, int] = {}
-        self._first = 0
-        """Flats before this place in the order are not being updated."""
-
-    def expect(self, flat: Flat) -> None:
-        """Notes that the host updates a flat from now on."""
-        self._look_up()
-        assert flat in self._place, f"{flat.label} is in no order of publishing"
-        self._first = min(self._first, self._place[flat])
-
-    def gather_up_to(self, flat: Flat) -> None:
-        """Gathers what comes before a flat, and that flat. In a step every flat is passed once."""
-        order = self._look_up()
-        while self._first <= self._place[flat]:
-            other = order[self._first]
-            if other.presence is Presence.UPDATING:
-                other.start_gather()
-            self._first += 1  # not before: a gather that failed is asked for again
-
-    def _look_up(self) -> list[Flat]:
-        order = self.order()
-        if order is not self._known:
-            self._known, self._first = order, 0
-            self._place = {flat: place for place, flat in enumerate(order)}
-        return order

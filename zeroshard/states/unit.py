@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..comm import parallel
 from ..comm.fabric import Fabric
 from ..config.layout import ROOT_TITLE, UnitSpec, divide_into_flats
 from ..config.options import Precision
 from ..config.table import StateTable
-from .flat import Flat, Presence
+from .flat import Flat
 from .placeholder import Placeholders
 
 
@@ -42,8 +44,8 @@ class Unit:
             )
             for number, members in enumerate(groups)
         ]
-        self.holds = 0
-        """How many ``gathered`` blocks keep it present."""
+        self.open_blocks = 0
+        """How many ``gathered`` blocks are open. The unit stays present meanwhile."""
 
     @property
     def trainable_flats(self) -> list[Flat]:
@@ -55,7 +57,7 @@ class Unit:
 
     @property
     def present(self) -> bool:
-        return all(flat.presence is Presence.PRESENT for flat in self.flats)
+        return all(flat.present for flat in self.flats)
 
     def gather(self) -> None:
         for flat in self.flats:
@@ -70,6 +72,15 @@ class Unit:
             flat.wait()
 
     def release(self) -> None:
-        if self.holds == 0:
+        if self.open_blocks == 0:
             for flat in self.flats:
                 flat.release()
+
+
+def check_no_block_open(units: Iterable[Unit], doing: str) -> None:
+    """Raises inside a ``gathered`` block: an update would change parameters that the block shows."""
+    for unit in units:
+        if unit.open_blocks:
+            raise RuntimeError(
+                f"{doing} inside `with zeroshard.gathered(...)`, which shows {unit.title!r}; leave the block first"
+            )

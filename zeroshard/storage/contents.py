@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from ..comm import parallel
 from ..comm.fabric import Fabric
 from ..config.layout import Piece, Range
+from ..config.table import Place
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime
-from ..states.flat import Flat, MasterPiece
+from ..states.flat import Flat
 from . import random_state
 from .format import BUFFER, SAFETENSORS, SHOWN, VALUE, Entry, state_kind, tensor_kind
 from .regions import Region, whole
@@ -62,16 +63,15 @@ def name_of(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def region_of(flat: Flat, piece: Piece | MasterPiece) -> Region:
+def region_of(flat: Flat, piece: Piece) -> Region:
     """The elements of the parameter that a piece of a flat has."""
     slot = flat.layout.slots[piece.slot]
-    numel = piece.numel if isinstance(piece, Piece) else piece.tensor.numel()
-    return Region.of_part(slot.box, slot.shape, piece.start, piece.start + numel)
+    return Region.of_part(slot.box, slot.shape, piece.start, piece.stop)
 
 
 def written_range(flat: Flat, fabric: Fabric) -> Range:
     """The range of a flat that this rank writes: its shard, or its share of a shard that other ranks have too."""
-    shard, replicas, mine = flat.shard_range, fabric.between.world, fabric.between.rank
+    shard, replicas, mine = flat.shard_range, fabric.replicas.world, fabric.replicas.rank
     if not flat.divided:  # every rank of tensor parallelism has the same
         replicas, mine = replicas * fabric.model.world, mine * fabric.model.world + fabric.model.rank
     return Range(
@@ -85,7 +85,7 @@ def collect(
 ) -> Contents:
     """Everything that this rank has to write. Waits for updates under way; no tensor is read yet."""
     fabric = runtime.fabric
-    runtime.schedule.check_nothing_held("save()")
+    runtime.check_no_block_open("save()")
     if runtime.optimizer is not None:
         runtime.optimizer.settle("save()")
     items: list[Item] = []
@@ -132,14 +132,14 @@ class _Masters:
         """Bytes of the largest one."""
 
     def expect(self, flat: Flat) -> None:
-        if flat.host is not None and flat.host.states.split:
+        if flat.home.joins_master:
             self.largest = max(self.largest, flat.own.numel * flat.master_dtype.itemsize)
 
     def of(self, flat: Flat) -> Tensor:
         """This flat's master. The pieces of a flat are read one after the other."""
         if self._values is None or self._flat is not flat:
             self._flat = self._values = None
-            self._flat, self._values = flat, flat.own_values()
+            self._flat, self._values = flat, flat.home.master()
         return self._values
 
 
@@ -153,13 +153,15 @@ def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Item]:
                 region = Region(whole(slot.whole_shape), 0, 0)
                 yield _item(name_of(slot.name), VALUE, slot.whole_shape, region, torch.empty(0, dtype=dtype))
     if not flat.trainable:
-        yield from _pieces(flat, pieces, VALUE, flat.dtype, flat.kept_values, part.start - flat.kept.start)
+        yield from _pieces(
+            flat, pieces, VALUE, flat.dtype, lambda: flat.parameters_at_rest, part.start - flat.at_rest.start
+        )
         return
     masters.expect(flat)
     offset = part.start - flat.own.start
     yield from _pieces(flat, pieces, VALUE, flat.master_dtype, partial(masters.of, flat), offset)
-    if flat.host is not None and flat.host.held:
-        yield from _pieces(flat, pieces, SHOWN, flat.dtype, flat.host.shown, offset)
+    if flat.home.held:
+        yield from _pieces(flat, pieces, SHOWN, flat.dtype, flat.home.shown, offset)
 
 
 def _pieces(
@@ -180,8 +182,9 @@ def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Itera
     owners = {piece.slot: piece for piece in flat.pieces}
     for piece in flat.layout.pieces(written_range(flat, fabric)):
         owner, slot = owners[piece.slot], flat.layout.slots[piece.slot]
-        for name, value in optimizer.piece_states.of(owner).items():
-            if is_elementwise(value, owner):
+        tensor = flat.pieces[owner]
+        for name, value in optimizer.piece_states.of(tensor).items():
+            if is_elementwise(value, tensor):
                 state = value[piece.start - owner.start :][: piece.numel]
                 yield _item(name_of(slot.name), _kind_of_state(name), slot.whole_shape, region_of(flat, piece), state)
 
@@ -192,17 +195,17 @@ def _kind_of_state(name: object) -> str:
     return state_kind(name)
 
 
-def is_elementwise(value: object, piece: MasterPiece) -> bool:
+def is_elementwise(value: object, piece: Tensor) -> bool:
     """True if a state has one element for each of the piece's. Other states belong to the parameter as a whole."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.tensor.shape
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.shape
 
 
 def _scalars(flat: Flat, optimizer: ShardedOptimizer) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for piece in flat.pieces:
+    for piece, tensor in flat.pieces.items():
         name = name_of(flat.layout.slots[piece.slot].name)
-        state = optimizer.piece_states.of(piece)
-        mine = {key: value for key, value in state.items() if not is_elementwise(value, piece)}
+        state = optimizer.piece_states.of(tensor)
+        mine = {key: value for key, value in state.items() if not is_elementwise(value, tensor)}
         if mine:
             found[name] = encode(mine, f"the optimizer's state of {name!r}", partial(_too_large, name))
     return found
@@ -246,7 +249,7 @@ def local_region(tensor: Tensor) -> Region:
 def writes_buffer(buffer: Tensor, fabric: Fabric) -> bool:
     """Rank 0 writes buffers. A part of a divided buffer is written by the first rank that has it."""
     if parallel.divided(buffer):
-        return fabric.shard_rank == 0 and fabric.between.rank == 0
+        return fabric.shard_rank == 0 and fabric.replicas.rank == 0
     return fabric.rank == 0
 
 
@@ -319,7 +322,7 @@ def _about(runtime: Runtime) -> dict[str, Any]:
         "rounded_on_host": [
             name_of(slot.name)
             for flat in flats
-            if flat.trainable and flat.host is not None
+            if flat.trainable and flat.home.place is Place.HOST
             for slot in flat.layout.slots
         ],
     }

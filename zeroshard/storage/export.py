@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..offload.states import round_to
+from ..offload.host_buffers import round_to
 from .folder import candidates
 from .format import BUFFER, VALUE, CheckpointError, InvalidIndexError
 from .output import SHARD_BYTES, WEIGHTS, Output, Shards, Whole, as_json

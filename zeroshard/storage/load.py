@@ -59,7 +59,7 @@ def load(
     finish_latest(runtime)
     with together(fabric):
         check_optimizer(runtime, optimizer, "load")
-        runtime.schedule.check_nothing_held("load()")
+        runtime.check_no_block_open("load()")
         if runtime.optimizer is not None:
             runtime.optimizer.settle("load()")
         folders = candidates(Path(path).absolute())
@@ -121,7 +121,7 @@ def _load(
             values.give(runtime, scheduler, loader, random)
             runtime.faults.states_loaded()
             if runtime.optimizer is not None:
-                runtime.optimizer.check_replicas = True
+                runtime.optimizer.states_loaded()
         return values.extra
 
 
@@ -259,28 +259,24 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 def _fill_values(reader: CheckpointReader, flat: Flat) -> None:
     if not flat.trainable:
-        _read_range(reader, flat, VALUE, flat.kept, flat.kept_values())
+        _read_range(reader, flat, VALUE, flat.at_rest, flat.parameters_at_rest)
         return
-    if flat.host is None:
-        _read_range(reader, flat, VALUE, flat.own, flat.own_values())
-        return
-    states = flat.host.states
-    values = torch.zeros(states.numel) if states.split else states.stored
+    values = flat.home.loading()
     _read_range(reader, flat, VALUE, flat.own, values)
-    flat.host.adopt(values)
+    flat.home.adopt(values)
 
 
 def _fill_states(reader: CheckpointReader, flat: Flat, optimizer: ShardedOptimizer) -> None:
-    index = reader.index
+    index, keeper = reader.index, optimizer.piece_states.keeper(flat)
     for piece in flat.pieces:
         name, region = name_of(flat.layout.slots[piece.slot].name), region_of(flat, piece)
         moments = {kind: state for kind in index.kinds[name] if (state := state_name(kind)) is not None}
         for kind, state in moments.items():
-            target = optimizer.piece_states.room_for(flat, piece, state, index.dtype(name, kind))
+            target = keeper.room_for(piece, state, index.dtype(name, kind))
             assert target is not None, f"{state!r} of {name!r}: a state that does not fit was refused before"
             reader.read(name, kind, region, target)
         scalars = decode(index.scalars.get(name, {}), f"the state of {name!r}", no_tensor)
-        optimizer.piece_states.take_scalars(flat, piece, scalars, moments=bool(moments))
+        keeper.take_scalars(piece, scalars, moments=bool(moments))
 
 
 def _read_range(reader: CheckpointReader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
@@ -297,12 +293,11 @@ def _publish(runtime: Runtime, older: dict[Flat, Tensor]) -> None:
         if flat not in older:
             flat.publish()
             continue
-        assert flat.host is not None
-        newest = flat.host.master().clone()
-        flat.host.adopt(older[flat])
+        newest = flat.home.master().clone()
+        flat.home.adopt(older[flat])
         flat.publish()
         flat.wait_if_whole()
-        flat.host.hold(newest)
+        flat.home.hold(newest)
 
 
 def _has_older(index: Index, flat: Flat) -> bool:

@@ -1,0 +1,50 @@
+"""Which units' states stay on the device: the first ones, as many as there is room for."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroshard.offload.place import stay_on_device, stay_within
+
+SIZES = st.lists(st.integers(1, 10**10), min_size=1, max_size=20)
+
+
+@settings(deadline=None)
+@given(SIZES, st.floats(0, 1))
+def test_the_host_gets_at_least_its_fraction_and_no_unit_more_than_needed(sizes: list[int], fraction: float) -> None:
+    stay = stay_on_device(sizes, fraction)
+    kept = sum(size for size, stays in zip(sizes, stay, strict=True) if stays)
+    slack = 1e-6 * sum(sizes) + 0.5
+    assert sum(sizes) - kept >= fraction * sum(sizes) - slack
+    before = 0
+    for size, stays in zip(sizes, stay, strict=True):
+        if stays:
+            before += size
+        else:  # the first ones stay, but for those that have no room
+            assert before + size >= (1 - fraction) * sum(sizes) - slack
+
+
+@given(SIZES)
+def test_fractions_0_and_1_are_all_or_nothing(sizes: list[int]) -> None:
+    assert all(stay_on_device(sizes, 0))
+    assert not any(stay_on_device(sizes, 1))
+
+
+def test_fractions_that_no_binary_number_is_do_not_lose_a_unit() -> None:
+    assert stay_on_device([1] * 10, 0.9) == [True] + [False] * 9
+    assert stay_on_device([1] * 10, 0.1) == [True] * 9 + [False]
+    assert stay_on_device([1, 1, 1], 2 / 3) == [True, False, False]
+
+
+@given(SIZES, st.integers(0, 10**12))
+def test_a_budget_is_never_exceeded_and_used_as_far_as_it_goes(sizes: list[int], budget: int) -> None:
+    stay = stay_within(sizes, 16, budget)
+    before = 0
+    for size, stays in zip(sizes, stay, strict=True):
+        assert stays == (16 * (before + size) <= budget)
+        before += size if stays else 0
+
+
+def test_a_budget_of_nothing_keeps_nothing() -> None:
+    assert stay_within([5, 1], 16, 0) == [False, False]

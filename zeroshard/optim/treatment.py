@@ -1,0 +1,81 @@
+"""What is done to averaged gradients before the update: look for NaN and inf, unscale, clip."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..comm.fabric import Fabric
+from ..states.flat import Flat
+from ..system import compat
+from .loss_scale import LossScaler
+from .nonfinite import Faults
+from .norm import check_replicas_agree, clip_factor, global_norm
+
+
+class Treatment:
+    """Norm, clipping, loss scale and the search for NaN and inf, for one model."""
+
+    def __init__(
+        self, flats: list[Flat], fabric: Fabric, max_norm: float | None, scaler: LossScaler | None, faults: Faults
+    ) -> None:
+        self._flats, self._fabric, self._max_norm = flats, fabric, max_norm
+        self.scaler, self.faults = scaler, faults
+        self._clipped = False
+        self.grad_norm: Tensor | None = None
+        """Global gradient norm before clipping, of the last step that computed it; on the device."""
+        self.check_replicas = True
+        """Compare, in the coming step, the gradients of what every tensor-parallel rank has whole."""
+
+    def begin(self) -> None:
+        """Called once for every new set of averaged gradients."""
+        self._clipped = False
+
+    def apply(self, step: int, order: list[Flat]) -> bool:
+        """Clips and unscales. False if the step is to be left out. Waits for the device only with loss scaling."""
+        if self.check_replicas:
+            check_replicas_agree(self._flats, self._fabric)
+            self.check_replicas = False
+        if self._max_norm is None and self.scaler is None and not self.faults.watching:
+            return True
+        norm = self._norm()
+        if self.faults.watching:
+            curable = self.scaler is not None and self.scaler.can_be_lowered
+            if self.faults.found(step, norm, order, curable):
+                return False
+        factor: Tensor | None = None
+        if self.scaler is not None:
+            scale = self.scaler.scale
+            overflowed = not compat.is_fake(norm) and not math.isfinite(float(norm))
+            self.scaler.update(overflowed)
+            if overflowed:
+                return False
+            factor = torch.tensor(1.0 / scale, dtype=torch.float32, device=self._fabric.device)
+        if self._max_norm is not None:
+            clipping = clip_factor(norm, self._max_norm)
+            factor = clipping if factor is None else factor * clipping
+        if factor is not None:
+            self._scale(factor)
+        return True
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scales gradients to a global norm of at most ``max_norm``; returns the norm before."""
+        norm = self._norm()
+        self._scale(clip_factor(norm, max_norm))
+        self._clipped = True
+        return norm
+
+    def _norm(self) -> Tensor:
+        with compat.label("zeroshard.norm"):
+            norm = global_norm(self._flats, self._fabric)
+            if self.scaler is not None:
+                norm = norm / self.scaler.scale
+            if not self._clipped:
+                self.grad_norm = norm
+            return norm
+
+    def _scale(self, factor: Tensor) -> None:
+        for flat in self._flats:
+            flat.home.scale(factor)

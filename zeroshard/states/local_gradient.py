@@ -1,0 +1,137 @@
+"""What this rank computed of one flat's gradients, until it is reduced."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from ..config.bounds import DEPOSIT_BYTES
+from ..config.layout import FlatLayout
+from ..system import compat
+
+
+class Arrival(Enum):
+    """How far one parameter's gradient has come on this rank.
+
+    MISSING → WAITING → DEPOSITED, then MISSING again when the buffer is taken to be reduced. Without a reduce the next
+    backward pass makes DEPOSITED to EARLIER, and a gradient that comes then to DEPOSITED again.
+    """
+
+    MISSING = auto()
+    """Nothing of it is here."""
+    WAITING = auto()
+    """Autograd gave it in this backward pass. It waits to be copied together with others."""
+    DEPOSITED = auto()
+    """It is in the buffer, and came in this backward pass."""
+    EARLIER = auto()
+    """It is in the buffer, all from earlier backward passes."""
+
+
+IN_BUFFER = (Arrival.DEPOSITED, Arrival.EARLIER)
+
+
+class LocalGradient:
+    """A whole flat that receives this rank's gradients as autograd gives them.
+
+    The buffer is made in the dtype of reducing. It becomes wider where gradients are added up.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, *, dtype: torch.dtype, accumulate: torch.dtype, device: torch.device
+    ) -> None:
+        self._layout, self._dtype, self._accumulate, self._device = layout, dtype, accumulate, device
+        self._arrivals = [Arrival.MISSING] * len(layout.slots)
+        self._came = 0
+        """Parameters whose gradients came in this backward pass."""
+        self._waiting: dict[int, Tensor] = {}
+        self._waiting_bytes = 0
+        self._buffer: Tensor | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Every parameter has its gradient of this backward pass."""
+        return self._came == len(self._arrivals)
+
+    @property
+    def empty(self) -> bool:
+        return self._buffer is None and not self._waiting
+
+    def tensors(self) -> list[Tensor]:
+        """The memory in use."""
+        return [*self._waiting.values(), *([] if self._buffer is None else [self._buffer])]
+
+    def begin_backward(self) -> None:
+        """A new backward pass: completeness is asked anew."""
+        self._deposit()
+        self._arrivals = [Arrival.EARLIER if a in IN_BUFFER else Arrival.MISSING for a in self._arrivals]
+        self._came = 0
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Takes one parameter's gradient. The same parameter may come more than once: the sum counts."""
+        self._came += self._arrivals[index] not in (Arrival.WAITING, Arrival.DEPOSITED)
+        if self._arrivals[index] is Arrival.WAITING:
+            self._deposit()
+        if self._arrivals[index] in IN_BUFFER:
+            assert self._buffer is not None
+            self._buffer = self._buffer.to(self._accumulate)
+            self._slot(index).add_(gradient)
+            self._arrivals[index] = Arrival.DEPOSITED
+        else:
+            self._waiting[index] = gradient
+            self._waiting_bytes += gradient.nbytes
+            self._arrivals[index] = Arrival.WAITING
+        if self._waiting_bytes >= DEPOSIT_BYTES or (self._waiting and self.complete):
+            self._deposit()
+
+    def drop(self, index: int) -> None:
+        """Forgets one parameter's gradient, so that this backward pass is no longer complete."""
+        self._deposit()
+        self._came -= self._arrivals[index] is Arrival.DEPOSITED
+        self._arrivals[index] = Arrival.MISSING
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._buffer = None
+        self._waiting, self._waiting_bytes = {}, 0
+        self._arrivals, self._came = [Arrival.MISSING] * len(self._arrivals), 0
+
+    def take(self) -> Tensor:
+        """The whole flat to be reduced, with zeros where this rank has nothing. Nothing is here afterwards."""
+        self._deposit()
+        if self._buffer is None:
+            taken = self._new_buffer().zero_()
+        else:
+            taken = self._buffer
+            self._zero_rest(taken)
+        self.clear()
+        return taken
+
+    def _zero_rest(self, buffer: Tensor) -> None:
+        for slot, arrival in zip(self._layout.slots, self._arrivals, strict=True):
+            if arrival not in IN_BUFFER:
+                buffer[slot.start : slot.stop].zero_()
+        if len(self._layout.padding) == 1:  # several gaps were filled when the buffer was made
+            gap = self._layout.padding[0]
+            buffer[gap.start : gap.stop].zero_()
+
+    def _deposit(self) -> None:
+        """Copies what waits into the buffer, many small gradients with one kernel."""
+        if not self._waiting:
+            return
+        if self._buffer is None:
+            self._buffer = self._new_buffer()
+            if len(self._layout.padding) > 1:
+                self._buffer.zero_()  # one fill of everything is cheaper than a kernel for each gap
+        compat.copy_all([self._slot(index) for index in self._waiting], list(self._waiting.values()))
+        for index in self._waiting:
+            self._arrivals[index] = Arrival.DEPOSITED
+        self._waiting, self._waiting_bytes = {}, 0
+
+    def _new_buffer(self) -> Tensor:
+        return torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
+
+    def _slot(self, index: int) -> Tensor:
+        assert self._buffer is not None
+        return self._layout.slots[index].view(self._buffer)

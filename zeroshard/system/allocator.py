@@ -1,0 +1,36 @@
+"""Memory that does not fragment: torch's expandable segments, turned on for this process (ZeRO's M_D).
+
+Torch's allocator reserves GPU memory in segments and hands out pieces of them. A tensor that lives long between many
+that do not leaves free pieces on both sides, and a large tensor may fit none of them. An expandable segment grows at
+its end instead, so that one segment holds all tensors and its free memory lies in fewer, larger pieces.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import compat
+
+VARIABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+def defragment(device: torch.device) -> None:
+    """Turns expandable segments on; raises where that would have no effect or comes too late."""
+    if device.type != "cuda":
+        raise ValueError("defragment=True has no effect on a CPU, where torch keeps no free memory; leave it out")
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        raise ValueError(f"defragment=True has no effect on the {backend} allocator; leave one of them out")
+    if compat.segments_expand():
+        return
+    torch.cuda.empty_cache()  # segments that nothing uses any more
+    reserved = torch.cuda.memory_reserved(device)
+    if reserved:
+        raise ValueError(
+            f"defragment=True comes too late: this process uses {reserved / 2**20:,.0f} MiB of {device} in ordinary "
+            "segments already; call shard() before anything is put on the GPU, with the model on the CPU or the meta "
+            f"device, or start the process with {VARIABLE}"
+        )
+    compat.expand_segments()
+    if not compat.segments_expand():
+        raise ValueError("defragment=True has no effect here: this torch has no expandable segments; leave it out")
