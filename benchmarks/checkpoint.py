@@ -1,12 +1,13 @@
-"""Saving and loading beside torch.distributed.checkpoint, and what an asynchronous save holds up, in one run.
+"""Saving and loading compared with torch.distributed.checkpoint, and how long an asynchronous save stops training.
 
     python benchmarks/checkpoint.py [--parameters 40] [--ranks 2] [--rounds 5] [--device cuda] [--folder DIR]
                                     [--out FILE.json]
 
-Both hold the same: fp32 parameters and AdamW's two moments, 12 bytes a parameter, divided among the ranks; zeroshard in
-stage 3, torch under FSDP2. All take turns, and what counts is the ratio within a round: below 1 zeroshard is the
-quicker. Every file is on the disk when a save counts as done, in both. Loads read what was just written, so mostly from
-memory, and fill a model and an optimizer that are there. zeroshard computes and checks checksums throughout.
+Both checkpoints have the same contents: fp32 parameters and AdamW's two moments, 12 bytes a parameter, divided among
+the ranks; zeroshard in stage 3, torch under FSDP2. The two take turns. The result is the ratio within a round: below 1
+zeroshard is faster. In both, every file is on the disk when a save counts as done. A load reads what was just written,
+so mostly from memory, and fills a model and an optimizer that are there. zeroshard computes all checksums when it saves
+and checks them when it loads.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ WIDTH = 1024
 
 
 def model_of(millions: float) -> nn.Module:
-    """Layers of one width, of so many parameters in all."""
+    """Layers of one width, with this many millions of parameters in all."""
     layers = max(2, round(millions * 1e6 / (WIDTH * WIDTH + WIDTH)))
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
@@ -54,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def timed(what: Callable[[], Any]) -> float:
-    """Seconds that the slowest rank takes."""
+    """The seconds that the slowest rank takes."""
     dist.barrier()
     begin = time.perf_counter()
     what()
@@ -81,7 +82,7 @@ def work(rank: int, asked: argparse.Namespace, folder: str, store: str, results:
 
 
 def measure(rank: int, asked: argparse.Namespace, folder: str, device: torch.device) -> list[dict[str, float]]:
-    """Both kinds of checkpoint in turn, round by round."""
+    """Measures both kinds of checkpoint in turn, round by round."""
     ours = model_of(asked.parameters).to(device)
     ours, optimizer = zeroshard.shard(ours, torch.optim.AdamW(ours.parameters()), stage=3)
     theirs = model_of(asked.parameters).to(device)
@@ -118,14 +119,14 @@ def measure(rank: int, asked: argparse.Namespace, folder: str, device: torch.dev
             ("load, torch", load_theirs),
             ("load, zeroshard", lambda: zeroshard.load(f"{folder}/ours", ours, optimizer)),
         ]
-        if number % 2:  # neither is always the one that finds the disk rested
+        if number % 2:  # so that neither always finds an idle disk
             turns = [turns[1], turns[0], turns[3], turns[2]]
         found = {name: timed(turn) for name, turn in turns}
         if rank == 0:
             shutil.rmtree(f"{folder}/ours")
         found["stall, asynchronous"] = timed(asynchronously)
         saving.wait()
-        if number:  # the first pays for memory and for code
+        if number:  # the first round also pays for memory and for code
             rounds.append(found)
         if rank == 0:
             told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.items())
@@ -134,7 +135,7 @@ def measure(rank: int, asked: argparse.Namespace, folder: str, device: torch.dev
 
 
 def ratios(rounds: list[dict[str, float]], of: str, to: str) -> list[float]:
-    """Of every round, in order of size."""
+    """The ratio of two measurements in every round, the smallest first."""
     return sorted(found[of] / found[to] for found in rounds)
 
 

@@ -222,7 +222,7 @@ def test_where_there_are_no_locks_what_is_written_at_another_path_stays(
     with monkeypatch.context() as patch:
         patch.setattr(folder.fcntl, "lockf", has_none)
         other = tmp_path / ".step-1.0123456789abcdef.partial"
-        folder.Claim(other)
+        folder.FolderClaim(other)
     folder._own.clear()  # as if another process's
     zeroshard.save(tmp_path / "step-2", *small(), keep=1)
     assert (other / "claim").exists()

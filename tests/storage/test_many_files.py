@@ -11,7 +11,7 @@ import torch
 from zeroshard.storage.contents import Contents, Item
 from zeroshard.storage.format import INDEX, MARKER, VALUE, Entry, Marker, part_file
 from zeroshard.storage.random_state import Seat
-from zeroshard.storage.read import OPEN_FILES, Reader, index_json, read_index
+from zeroshard.storage.read import OPEN_FILES, CheckpointReader, index_json, read_index
 from zeroshard.storage.regions import Region
 from zeroshard.storage.write import write_part, write_whole
 
@@ -38,7 +38,7 @@ def one_element_a_rank(folder: Path) -> None:
 def test_files_are_checked_without_staying_open_and_few_are_mapped_at_once(tmp_path: Path) -> None:
     one_element_a_rank(tmp_path)
     before = opened()
-    reader = Reader(read_index(tmp_path))
+    reader = CheckpointReader(read_index(tmp_path))
     reader.check_files()
     assert opened() == before
     found = torch.empty(RANKS)

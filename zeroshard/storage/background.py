@@ -25,7 +25,7 @@ from ..comm.fabric import Fabric
 from ..offload.pinned import Block, aligned
 from ..system import compat, machine
 from .contents import Contents, Item
-from .folder import Claim, clear, keep_newest, partial_of, publish, time_after
+from .folder import FolderClaim, clear, keep_newest, partial_of, publish, time_after
 from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, CheckpointError, Marker, part_file
 from .read import index_json
 from .write import remedy_of, write_part, write_whole
@@ -110,7 +110,7 @@ class Saving:
         path: Path,
         fabric: Fabric,
         token: str,
-        claim: Claim | None,
+        claim: FolderClaim | None,
         contents: Contents,
         steps: int,
         keep: int | None,

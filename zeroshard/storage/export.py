@@ -22,7 +22,7 @@ from ..offload.host_buffers import round_to
 from .folder import candidates
 from .format import BUFFER, VALUE, CheckpointError, InvalidIndexError
 from .output import SHARD_BYTES, WEIGHTS, Output, Shards, Whole, as_json
-from .read import Reader, read_index
+from .read import CheckpointReader, read_index
 from .regions import Region, whole
 from .validate import check_about
 from .values import NAMED
@@ -47,7 +47,7 @@ class Source:
             raise CheckpointError(f"{path} holds no complete checkpoint")
         self.folder = found[0]
         self._index = read_index(self.folder)
-        self._reader = Reader(self._index)
+        self._reader = CheckpointReader(self._index)
         self._reader.check_files()
         self.about = check_about(self._index)
         self._on_host = set(self.about["rounded_on_host"])
@@ -263,8 +263,8 @@ def merged_tensors(source: Source, adapters: Sequence[Adapter], tied: bool) -> I
         if saved:
             yield source.recipe(name, plain, saved[-1])
         else:
-            whole = Whole(plain, source.shape(name), source.dtype(name))
-            yield Recipe(whole, partial(_merged, source, name, adapters, names))
+            target = Whole(plain, source.shape(name), source.dtype(name))
+            yield Recipe(target, partial(_merged, source, name, adapters, names))
 
 
 def _merged(source: Source, name: str, adapters: Sequence[Adapter], names: set[str]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: where a new one is written and by whom, which is the newest, and which may go.
+"""Folders of checkpoints: where a new one is written, who writes there, which is the newest, and which may go.
 
 A checkpoint is written under a hidden name, and takes its own name when it is complete. A checkpoint that is replaced
 stays until then. Whatever a crash leaves, one of the two is complete.
@@ -43,7 +43,7 @@ _own: set[str] = set()
 a second time: when any descriptor of a file is closed, the system gives back the lock that the process has on it."""
 
 
-class Claim:
+class FolderClaim:
     """A new folder that this process writes into, until ``release``.
 
     A file in the folder is locked. The system gives the lock back when the process ends, however it ends. So what a
@@ -93,10 +93,10 @@ def is_claimed(folder: Path) -> bool:
     """True if somebody writes into a folder: this process, or another one."""
     if folder.name in _own:
         return True
-    try:  # to ask for a shared lock, reading suffices; a pipe or a link is nobody's claim
+    try:  # opened to read, which is enough for a shared lock; no pipe is waited for, and no link followed
         descriptor = os.open(folder / CLAIM, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        return isinstance(error, PermissionError)  # another user's
+        return isinstance(error, PermissionError)  # the file of another user
     try:
         return isinstance(_lock(descriptor, fcntl.LOCK_SH), BlockingIOError | PermissionError)
     finally:
@@ -157,7 +157,7 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def prepare(path: Path, token: str) -> Claim:
+def prepare(path: Path, token: str) -> FolderClaim:
     """Makes an empty folder to write into, on rank 0. Removes what a crash has left beside it.
 
     Raises:
@@ -165,7 +165,7 @@ def prepare(path: Path, token: str) -> Claim:
     """
     check_replaceable(path)
     _finish_removals(path.parent)
-    claim = Claim(partial_of(path, token))
+    claim = FolderClaim(partial_of(path, token))
     try:
         others = [folder for folder in _partials_of(path) if folder != claim.folder]
         for folder in filter(is_claimed, others):

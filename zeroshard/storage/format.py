@@ -35,13 +35,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from .regions import Region, numel_of
+from .regions import Region, numel_of, whole
 
 VERSION = 2
 INDEX = "index.json"
 MARKER = "COMPLETE"
 CLAIM = "claim"
-"""A file that the process which writes the checkpoint has locked; see ``folder.Claim``."""
+"""A file that the process which writes the checkpoint has locked; see ``folder.FolderClaim``."""
 _WRITTEN_WHOLE = r"(index\.json|COMPLETE|rank-\d{5,}\.json)"
 OWN_NAME = re.compile(rf"claim|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")
 """Every name that a save gives to a file in a checkpoint's folder."""
@@ -144,10 +144,15 @@ class Entry(NamedTuple):
         return self.region.numel * self.dtype.itemsize
 
     @property
+    def is_of_whole(self) -> bool:
+        """True if the range counts the elements of the whole parameter, which no tensor parallelism divides."""
+        return self.region.sides == whole(self.shape)
+
+    @property
     def key(self) -> str:
         """The range's name in the safetensors file."""
-        box = ",".join(f"{low}:{high}" for low, high in self.region.sides)
-        return f"{self.name}|{self.kind}|{box}|{self.region.start}:{self.region.stop}"
+        box = "" if self.is_of_whole else f"{list(map(list, self.region.sides))}"
+        return f"{self.name}|{self.kind}|{box}{self.region.start}:{self.region.stop}"
 
     def stored(self, offset: int, checksums: tuple[int, ...] = ()) -> Entry:
         """The entry with its place in the file, and its checksums once they are known."""
@@ -159,11 +164,11 @@ class Entry(NamedTuple):
             "name": self.name,
             "kind": self.kind,
             "shape": self.shape,
-            "box": self.region.sides,
             "range": [self.region.start, self.region.stop],
             "dtype": SAFETENSORS[self.dtype],
             "offset": self.offset,
             "crc32": self.checksums,
+            **({} if self.is_of_whole else {"box": self.region.sides}),
         }
 
     @classmethod
@@ -173,7 +178,9 @@ class Entry(NamedTuple):
             raise ValueError(f"a shape of {len(value['shape'])} dimensions")
         shape = tuple(count(size) for size in value["shape"])
         count(math.prod(shape))
-        sides = tuple((count(low), count(high)) for low, high in value["box"])
+        sides = whole(shape)
+        if "box" in value:
+            sides = tuple((count(low), count(high)) for low, high in value["box"])
         if not all(low <= high <= size for (low, high), size in zip(sides, shape, strict=True)):
             raise ValueError(f"box {sides} is not inside shape {shape}")
         start, stop = (count(number) for number in value["range"])

@@ -23,7 +23,7 @@ from . import random_state
 from .contents import buffers_of, extra_states_of, local_region, name_of, region_of
 from .folder import candidates
 from .format import BUFFER, SHOWN, VALUE, CheckpointError, InvalidIndexError, state_name
-from .read import Index, Reader, read_index
+from .read import CheckpointReader, Index, read_index
 from .save import check_optimizer, finish_latest, together
 from .validate import HOW_TO_COMPUTE, check_fits, check_given, check_index, decoded, no_tensor
 from .values import decode
@@ -86,7 +86,7 @@ def read_extra(path: str | os.PathLike[str]) -> Any:
     problem = CheckpointError(f"{path} holds no complete checkpoint")
     for folder in candidates(Path(path).absolute()):
         try:
-            return _value(Reader(read_index(folder)), 0, "extra")
+            return _value(CheckpointReader(read_index(folder)), 0, "extra")
         except CheckpointError as error:
             problem = error
     raise CheckpointError(str(problem)) from problem
@@ -102,7 +102,7 @@ def _load(
     fabric = runtime.fabric
     with compat.label("zeroshard.load"), torch.no_grad():
         with _usable(fabric, "; nothing was loaded"):
-            reader = Reader(read_index(folder))
+            reader = CheckpointReader(read_index(folder))
             if fabric.rank == 0:
                 reader.check_files()
             values = _Values.read(reader, fabric)
@@ -144,7 +144,7 @@ def _usable(fabric: Fabric, after: str) -> Iterator[None]:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def _value(reader: Reader, rank: int, name: str) -> Any:
+def _value(reader: CheckpointReader, rank: int, name: str) -> Any:
     saved = reader.index.parts[rank].values.get(name)
     return decoded(reader.index.file, saved, f"{name} of rank {rank}", partial(reader.tensor_of, rank))
 
@@ -162,7 +162,7 @@ class _Values(NamedTuple):
     """The rank of the run that saved whose loader and random numbers these are."""
 
     @classmethod
-    def read(cls, reader: Reader, fabric: Fabric) -> _Values:
+    def read(cls, reader: CheckpointReader, fabric: Fabric) -> _Values:
         """Reads and checks the values."""
         seats = [random_state.Seat(*part.seat) for part in reader.index.parts]
         before = random_state.predecessor_of(random_state.Seat.of(fabric), fabric.world, seats)
@@ -226,7 +226,7 @@ def _take_settings(optimizer: ShardedOptimizer, shared: dict[str, Any]) -> None:
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _fill(reader: Reader, runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[Flat, Tensor]:
+def _fill(reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[Flat, Tensor]:
     """Reads all tensors that this rank needs. Nothing is communicated, so ranks may fail one by one.
 
     Returns the older parameters that the next step runs on, of flats whose update waits to be published.
@@ -257,7 +257,7 @@ def _write(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values)
 
 
-def _fill_values(reader: Reader, flat: Flat) -> None:
+def _fill_values(reader: CheckpointReader, flat: Flat) -> None:
     if not flat.trainable:
         _read_range(reader, flat, VALUE, flat.at_rest, flat.parameters_at_rest)
         return
@@ -266,7 +266,7 @@ def _fill_values(reader: Reader, flat: Flat) -> None:
     flat.home.adopt(values)
 
 
-def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> None:
+def _fill_states(reader: CheckpointReader, flat: Flat, optimizer: ShardedOptimizer) -> None:
     index, keeper = reader.index, optimizer.piece_states.of_flat(flat)
     for piece in flat.pieces:
         name, region = name_of(flat.layout.slots[piece.slot].name), region_of(flat, piece)
@@ -279,7 +279,7 @@ def _fill_states(reader: Reader, flat: Flat, optimizer: ShardedOptimizer) -> Non
         keeper.take_scalars(piece, scalars, moments=bool(moments))
 
 
-def _read_range(reader: Reader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
+def _read_range(reader: CheckpointReader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
     for piece in flat.layout.pieces(part):
         name = name_of(flat.layout.slots[piece.slot].name)
         # The saved run may have had other units, so of two parameters in a flat perhaps one alone has an older value.

@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .folder import Claim, is_left
+from .folder import FolderClaim, is_left
 from .format import CheckpointError, safetensors_header
 from .write import NO_ROOM, bytes_of, sync_folder
 
@@ -38,7 +38,7 @@ class Output:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._made = not folder.exists()
-        self._claim: Claim | None = None
+        self._claim: FolderClaim | None = None
         self._names: list[str] = []
         self._replaced: list[Path] = []
         self._shown: list[Path] = []
@@ -58,7 +58,7 @@ class Output:
         if self._claim is None:
             if not self._made:
                 _remove_leftovers(self.folder)
-            self._claim = Claim(self.folder / f".zeroshard.{secrets.token_hex(8)}.tmp")
+            self._claim = FolderClaim(self.folder / f".zeroshard.{secrets.token_hex(8)}.tmp")
         self._names.append(name)
         self._hidden(name).write_bytes(start)
         return self._hidden(name)

@@ -146,7 +146,7 @@ def _index_from(folder: Path, value: Any) -> Index:
     return index
 
 
-class Reader:
+class CheckpointReader:
     """The data of a checkpoint. A file is mapped when it is first needed."""
 
     def __init__(self, index: Index) -> None:

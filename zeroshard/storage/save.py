@@ -21,7 +21,7 @@ from ..runtime import Runtime, runtime_of
 from ..system import compat
 from .background import Saving, Snapshots, snapshot_bytes, wait_on_all
 from .contents import collect
-from .folder import Claim, partial_of, prepare
+from .folder import FolderClaim, partial_of, prepare
 from .format import CheckpointError
 from .write import remedy_of
 
@@ -73,7 +73,7 @@ def save(
     fabric = runtime.fabric
     finish_latest(runtime)
     snapshots = snapshots_of(model)
-    claim: Claim | None = None
+    claim: FolderClaim | None = None
     with compat.label("zeroshard.save"), torch.no_grad():
         try:
             with together(fabric) as ready:
@@ -197,7 +197,7 @@ def check_optimizer(runtime: Runtime, optimizer: object, what: str) -> None:
         raise ValueError(f"{what}(): this optimizer is not the model's; pass both as zeroshard.shard() returned them")
 
 
-def _claim(path: Path, token: str) -> Claim:
+def _claim(path: Path, token: str) -> FolderClaim:
     try:
         return prepare(path, token)
     except CheckpointError:
