@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.fabric import Fabric
 from ..states.flat import Flat
-from ..states.gradient import hide_all
+from ..states.gradient import read_user_changes
 from ..states.updates import Updates
 from ..system import compat
 from .device_updates import DeviceUpdates
@@ -192,9 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             updates.settle()
         self.piece_states.settled()
         gradients = [flat.gradient for flat in self._flats]
-        hide_all(gradients)  # which sees what zero_grad() dropped
+        read_user_changes(gradients)  # zero_grad() may have dropped them
         for gradient in gradients:
-            gradient.show()
             if any(gradient.used):
                 raise RuntimeError(
                     f"{what} between backward() and step(): the gradients of {gradient.label!r} would be lost; call it "

@@ -24,7 +24,7 @@ from ..config.options import Config
 from ..config.table import Extent, Place, StateTable
 from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import Faults
-from ..states.gradient import hide_all
+from ..states.gradient import read_user_changes
 from ..states.unit import Unit
 from ..system import compat, trace
 from ..system.hook import Hook
@@ -102,9 +102,7 @@ class Schedule:
             self._reducer.clear()
             self.lifetimes.abandon_backward()
         self._check_still_frozen()
-        hide_all(self._reducer.gradients)
-        for gradient in self._reducer.gradients:
-            gradient.show()
+        read_user_changes(self._reducer.gradients)
         if not any(any(gradient.used) for gradient in self._reducer.gradients):
             self._faults.begin()
         self._running.clear()

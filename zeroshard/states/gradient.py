@@ -198,3 +198,10 @@ def hide_all(gradients: Sequence[FlatGradient]) -> None:
     if shown and not any(any(gradient.used) for gradient in gradients):
         for gradient in gradients:
             gradient.clear()
+
+
+def read_user_changes(gradients: Sequence[FlatGradient]) -> None:
+    """Looks at what the user did to ``parameter.grad`` in the whole model, and shows the gradients again."""
+    hide_all(gradients)
+    for gradient in gradients:
+        gradient.show()
