@@ -56,7 +56,7 @@ class HostHome(Home, StateKeeper):
         self._stash = Stash(flat.dtype, flat.precision.accumulate)
         """A gradient that waits on the device for the step, and the factor of the whole gradient."""
         self._norm: Tensor | None = None
-        """The norm of the first micro-batch's gradient."""
+        """The norm of the first micro-batch's gradient, if it was computed on the device."""
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
