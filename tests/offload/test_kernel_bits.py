@@ -128,9 +128,9 @@ def test_a_split_master_is_an_fp32_master_bit_for_bit(rule: AdamRule | SGDRule, 
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-def test_a_parameter_over_its_gradient_is_one_beside_it() -> None:
+def test_a_parameter_in_its_gradients_memory_gets_the_same_bits_as_one_in_its_own() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        over = random_segment(5003, Format(dtype, dtype, over_gradient=True), special=True)
-        beside = replace(clone(over), parameter=torch.zeros(5003, dtype=dtype))
-        update(pool(), [over, beside], ADAMW, 0.5)
-        assert_same_bits(over, beside)
+        same = random_segment(5003, Format(dtype, dtype, over_gradient=True), special=True)
+        apart = replace(clone(same), parameter=torch.zeros(5003, dtype=dtype))
+        update(pool(), [same, apart], ADAMW, 0.5)
+        assert_same_bits(same, apart)

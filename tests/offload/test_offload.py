@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.models import Block, Net, batch, loss_of
-from tests.offload.offloaded import (
+from tests.offload.cases import (
     BF16,
     IN_BACKWARD,
     ON_HOST,

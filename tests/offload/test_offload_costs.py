@@ -16,7 +16,7 @@ import torch.distributed as dist
 import zeroshard
 from tests.matrix import Stages, in_stages
 from tests.models import loss_of, net
-from tests.offload.offloaded import (
+from tests.offload.cases import (
     BF16,
     DELAYED,
     IN_BACKWARD,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.models import Block, loss_of
-from tests.offload.offloaded import (
+from tests.offload.cases import (
     DELAYED,
     ON_HOST,
     sharded,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.matrix import Stages, in_stages
 from tests.models import Net, batch, loss_of
-from tests.offload.offloaded import (
+from tests.offload.cases import (
     BF16,
     IN_BACKWARD,
     ON_HOST,
@@ -226,15 +226,15 @@ def test_values_written_while_gathered_are_what_the_next_step_starts_from(offloa
         with zeroshard.gathered(model, write=True), torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.float().mul(4).round().div(4) + 0.25)
-            kept = {name: value.clone() for name, value in model.state_dict().items()}
-        assert_same(zeroshard.full_state_dict(model), kept)
+            written = {name: value.clone() for name, value in model.state_dict().items()}
+        assert_same(zeroshard.full_state_dict(model), written)
         named = [name for name, _ in model.named_parameters()]
         for name, master in zip(named, masters(optimizer).values(), strict=True):
-            assert torch.equal(master, kept[name].float()), f"stage {stage}: {name}"
+            assert torch.equal(master, written[name].float()), f"stage {stage}: {name}"
         train(model, optimizer, range(2, 3))
         zeroshard.synchronize(model)
         changed = zeroshard.full_state_dict(model)
-        assert any(not torch.equal(changed[name], kept[name]) for name in kept)
+        assert any(not torch.equal(changed[name], written[name]) for name in written)
 
 
 def test_a_master_keeps_its_lower_bits_where_nothing_was_written() -> None:

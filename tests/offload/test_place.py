@@ -14,9 +14,9 @@ SIZES = st.lists(st.integers(1, 10**10), min_size=1, max_size=20)
 @given(SIZES, st.floats(0, 1))
 def test_the_host_gets_at_least_its_fraction_and_no_unit_more_than_needed(sizes: list[int], fraction: float) -> None:
     stay = stay_on_device(sizes, fraction)
-    kept = sum(size for size, stays in zip(sizes, stay, strict=True) if stays)
+    staying = sum(size for size, stays in zip(sizes, stay, strict=True) if stays)
     slack = 1e-6 * sum(sizes) + 0.5
-    assert sum(sizes) - kept >= fraction * sum(sizes) - slack
+    assert sum(sizes) - staying >= fraction * sum(sizes) - slack
     before = 0
     for size, stays in zip(sizes, stay, strict=True):
         if stays:

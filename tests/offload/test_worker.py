@@ -122,14 +122,14 @@ def test_a_job_may_give_another_job() -> None:
     assert seen == [1]
 
 
-def test_a_job_that_is_done_holds_nothing() -> None:
-    class Held:
+def test_a_job_that_is_done_is_freed_with_its_tensors() -> None:
+    class Thing:
         pass
 
-    worker, held = Worker("light"), Held()
-    gone = weakref.ref(held)
-    worker.wait(worker.submit(lambda held=held: None))
-    del held
+    worker, thing = Worker("light"), Thing()
+    gone = weakref.ref(thing)
+    worker.wait(worker.submit(lambda thing=thing: None))
+    del thing
     deadline = time.monotonic() + 5
     while gone() is not None and time.monotonic() < deadline:
         time.sleep(0.001)

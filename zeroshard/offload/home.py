@@ -53,7 +53,7 @@ class HostHome(Home, FlatStates):
         self.updated_early = False
         """This step's update was made in backward."""
         self._norm: Tensor | None = None
-        """The norm of the first micro-batch's gradient."""
+        """The norm of the first micro-batch's gradient, if it was computed on the device."""
 
     # -- values at rest -------------------------------------------------------------------------------------------
 

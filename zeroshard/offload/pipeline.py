@@ -146,9 +146,11 @@ class Pipeline:
             self.pool = Pool(options.threads or default_threads(device, during_backward=options.beside_backward))
             self.mover, self.updater = Worker("gradient copy", use_device, tell), Worker("update", use_device, tell)
         self.room = threading.Semaphore(LANDING + dry)
+        """Counts the gradients that may still come to wait on the device."""
         self.streams = {way: torch.cuda.Stream(device) if self._cuda else None for way in (trace.DOWN, trace.UP)}
         """One stream for copies to the host, one for copies to the device."""
         self.unscaled = Factor(None)
+        """The factor 1, of updates in backward."""
         self.buffers: list[HostBuffers] = []
         """Of all flats whose states live on the host."""
         self.blocks: tuple[Block, ...] = ()

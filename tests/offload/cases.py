@@ -1,4 +1,4 @@
-"""What tests of offload begin with."""
+"""Options that the tests of offload share, and a small sharded model to try them on."""
 
 from __future__ import annotations
 
