@@ -86,8 +86,17 @@ def test_nothing_grows_after_the_second_step(stage: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         zeroshard.synchronize(model)
-        sizes.append(live_bytes())
+        sizes.append(bytes_at_rest())
     assert len(set(sizes[1:])) == 1, sizes
+
+
+def bytes_at_rest() -> int:
+    """Live bytes that have not changed for a moment: threads of collectives may have their tensors a little longer."""
+    sizes = [live_bytes()]
+    while len(sizes) < 3 or len(set(sizes[-3:])) > 1:
+        time.sleep(0.02)
+        sizes.append(live_bytes())
+    return sizes[-1]
 
 
 @on_ranks(2)
