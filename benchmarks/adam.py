@@ -30,7 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from zeroshard.offload.kernel import AdamRule, Pool, Segment, Simd
+from zeroshard.offload.kernel import Pool, Segment
+from zeroshard.offload.library import Simd
+from zeroshard.offload.rules import AdamRule
 from zeroshard.system.machine import Cpu, read_cpuinfo
 
 FACTOR = 0.5  # unscaling times clipping
@@ -88,8 +90,8 @@ def ours(moments: torch.dtype, split: bool = False) -> Callable[[int, Pool], Ste
         master = tensor(length, torch.int16, 0) if split else tensor(length, torch.float32)
         parameter = tensor(length, torch.bfloat16) if split else gradient
         states = (tensor(length, moments), tensor(length, moments))
-        batch = pool.prepare([Segment(gradient, master, parameter, states, None, key=0, start=0)])
-        return lambda: batch.run([RULE], FACTOR, seed=0)
+        batch = pool.prepare([Segment(gradient, master, parameter, states, key=0, start=0)])
+        return lambda: pool.update([(batch, [RULE])], FACTOR)
 
     return build
 

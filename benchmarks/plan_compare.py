@@ -95,7 +95,7 @@ def hardware(case: Case, device: torch.device, machine: Machine | None, memory: 
     if machine is not None:
         free = Link(latency=0.0, bandwidth=math.inf)
         machine = replace(machine, devices_per_node=1, inside=free, between=free)
-    return Hardware(case.world, case.world, memory, math.inf, machine, on_cpu=device.type == "cpu", taken=0.0)
+    return Hardware(case.world, case.world, memory, math.inf, machine, on_cpu=device.type == "cpu", reserved=0.0)
 
 
 def recommendations(found: Sequence[Compared]) -> list[Recommendation]:

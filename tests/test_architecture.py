@@ -9,8 +9,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "zeroshard"
 
-ABOVE = ["cli", "integrations", "calibrate", "train", "api", "storage", "plan", "runtime", "observe", "schedule"]
-ROOMS = [*ABOVE, "optim", "recompute", "init", "offload", "states", "comm", "config", "system"]
+ABOVE = ["cli", "integrations", "calibrate", "train", "api", "refusals", "storage", "plan", "runtime", "observe"]
+ROOMS = [*ABOVE, "schedule", "optim", "recompute", "init", "offload", "states", "comm", "config", "system"]
 """From top to bottom: a room imports the rooms below it."""
 
 EXCEPTIONS = {("plan/dryrun.py", "api")}

@@ -24,7 +24,6 @@ from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.treatment import Treatment
 from .recompute.checkpoint import Checkpoints
-from .recompute.kept import Stores
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reducer import Reducer
@@ -127,10 +126,9 @@ class Runtime(NotCopyable):
                 "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
                 "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
             )
-        stores = Stores(options, self.fabric, self.fabric.local_ranks)
-        checkpoints = Checkpoints(stores)
+        checkpoints = Checkpoints(options, self.fabric)
         blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
-        checkpoints.watch(self.model, blocks)
+        checkpoints.attach(self.model, blocks)
         return checkpoints
 
     # -- parameters -----------------------------------------------------------------------------------------------
@@ -201,7 +199,7 @@ class Runtime(NotCopyable):
     def stats(self) -> Stats:
         optimizer = self.optimizer
         norm = optimizer.grad_norm if optimizer is not None else None
-        kept = [unit for unit in self.units if self.schedule.kept(unit) and any(f.sharded for f in unit.flats)]
+        kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
         return Stats(
             **vars(self._traffic),
             stage=self.stage,
@@ -224,7 +222,7 @@ class Runtime(NotCopyable):
         return None if self.host is None else self.host.pipeline
 
     def _host_memory(self) -> Memory | None:
-        pool = None if self.checkpoints is None else self.checkpoints.stores.host
+        pool = None if self.checkpoints is None else self.checkpoints.store.host
         if self.host is None and pool is None:
             return None
         ring = 0 if self.host is None else self.host.pipeline.ring_bytes
@@ -247,21 +245,22 @@ class Runtime(NotCopyable):
         self.ledger.note_step()
 
     def updated(self, outdated: Set[Flat]) -> None:
-        self.schedule.prepare_forward(outdated)
+        self.schedule.lifetimes.prepare_forward(outdated)
 
     def failed(self, error: Exception) -> None:
         self.shortage.note(error)
 
     def end_step(self) -> None:
         self.reducer.clear()
-        self.schedule.forget_calls()
+        self.schedule.lifetimes.end_step()
         self._buffers.follow_rank_zero()
+        volume = self.fabric.take_volume()
         self._traffic = StepTraffic(
-            volume=self.fabric.meter.take(),
-            volume_between=self.fabric.meter_between.take(),
-            volume_model=self.fabric.meter_model.take(),
+            volume=volume.shards,
+            volume_between=volume.replicas,
+            volume_model=volume.model,
             host_traffic={} if self.host is None else self.host.pipeline.take_traffic(),
-            checkpoint_traffic={} if self.checkpoints is None else self.checkpoints.stores.take_traffic(),
+            checkpoint_traffic={} if self.checkpoints is None else self.checkpoints.store.take_traffic(),
         )
 
 

@@ -1,4 +1,4 @@
-"""``stage="auto"`` takes the lowest stage that fits, on all ranks alike, and says why."""
+"""``stage="auto"`` takes the lowest stage that fits, the same on all ranks, and says why."""
 
 from __future__ import annotations
 

@@ -77,6 +77,39 @@ def test_an_option_that_cannot_be_is_refused_and_named(
     assert_untouched(model, optimizer)
 
 
+def test_every_mistake_is_told_at_once() -> None:
+    model, optimizer = built()
+    with pytest.raises(ValueError, match="7 mistakes in the options") as caught:
+        zeroshard.shard(
+            model,
+            optimizer,
+            stage=2,
+            prefetch=1,
+            clip_grad_norm=-1.0,
+            precision={"parameters": "bf61", "cast_inputs": "no"},
+            offload={"threads": 0, "parameters": "cpu"},
+            activations={"checkpoint": False},
+        )
+    for part in (
+        r"prefetch=1 has no effect in stage 2",
+        r"clip_grad_norm=-1.0 must be a positive number",
+        r"precision.parameters='bf61' is unknown (did you mean 'bf16'?)",
+        r"precision.cast_inputs='no' must be True or False",
+        r"offload.threads=0 must be a whole number, at least 1",
+        r"offload.parameters='cpu' has no effect in stage 2",
+        r"activations has no effect with checkpoint, partition and offload all off",
+    ):
+        assert str(caught.value).count(part) == 1, part
+    assert_untouched(model, optimizer)
+
+
+def test_an_unknown_option_is_told_beside_bad_values() -> None:
+    model, optimizer = built()
+    refuse(
+        model, optimizer, r"(?s)'stages'.*did you mean 'stage'.*prefetch=-1 must be", TypeError, stages=2, prefetch=-1
+    )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused_and_named() -> None:
     model = net()

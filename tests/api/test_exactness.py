@@ -1,4 +1,4 @@
-"""DESIGN, invariant 1: every stage trains as DistributedDataParallel does, to the bit where that is to be had."""
+"""DESIGN, invariant 1: every stage trains as DistributedDataParallel does, bit for bit where possible."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_buffers_made_in_inference_mode_follow_rank_zero_too() -> None:
         def forward(self, x: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
                 self.cache = torch.ones(5)
-            return self.first(x) * self.scale  # which backward needs
+            return self.first(x) * self.scale  # backward needs the scale
 
     for stage in STAGES:
         model = Scaled()

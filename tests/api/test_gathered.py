@@ -227,8 +227,8 @@ def test_an_exception_after_a_write_inside_gathered_comes_through_and_the_ranks_
         if stage == 3 and not write:
             assert_same(weights(model), before)
         if stage < 3 and not write:
-            continue  # a write that was not announced, on one rank alone, to memory that is the parameter itself
-        # Announced, the write may count or not, but never on one rank only.
+            continue  # without write=True, one rank alone wrote to the memory of the parameter itself
+        # With write=True the write may count or not, but never on one rank only.
         mine = weights(model)["first.weight"]
         everybody = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(everybody, mine)
@@ -271,7 +271,7 @@ def test_a_full_state_dict_is_that_of_the_plain_model_with_tied_names_buffers_an
     plain = Tied()
     ddp, optimizer = DistributedDataParallel(plain, broadcast_buffers=False), sgd([*plain.parameters()])
     train(ddp, optimizer, 0)
-    for buffer in plain.buffers():  # a step of ours ends with rank 0's
+    for buffer in plain.buffers():  # our step ends with rank 0's values
         torch.distributed.broadcast(buffer, 0)
     for stage in stages:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Measuring the machine at hand."""
+"""Measuring this machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.calibrate import launching
+from zeroshard.calibrate import launch_time
 from zeroshard.calibrate import measure as measuring
 from zeroshard.calibrate.block_speed import GPU_SIZES, Pass, Size, Speed, fit
-from zeroshard.calibrate.host_update import HostUpdate, Repeated
 from zeroshard.calibrate.measure import Calibration, calibrate, toml, write
+from zeroshard.calibrate.update_probe import BusyHost, UpdateProbe
 from zeroshard.plan.machine_profile import Launch, load
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import step_time
@@ -24,7 +24,7 @@ def here() -> Calibration:
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured_in_under_a_minute(here: Calibration) -> None:
+def test_this_machine_is_measured_in_less_than_a_minute(here: Calibration) -> None:
     assert here.seconds < 60
     keys = {"device.efficiency", "device.half_work", "device.traffic", "device.bandwidth", "host.bandwidth"}
     assert keys <= here.measured
@@ -42,10 +42,10 @@ def test_a_measured_profile_loads_and_plans(here: Calibration, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_file_says_what_was_measured_and_what_was_kept(here: Calibration) -> None:
+def test_the_file_says_what_was_measured_and_what_was_taken_from_a_profile(here: Calibration) -> None:
     text = toml(here)
     assert "# measured" in text
-    assert "# kept from 'cpu'" in text
+    assert "# taken from 'cpu'" in text
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def pass_at(speed: Speed, size: Size) -> Pass:
     return one._replace(seconds=products + one.written * speed.write_seconds)
 
 
-def test_the_fit_finds_what_products_and_memory_take() -> None:
+def test_the_fit_finds_the_speed_of_products_and_memory() -> None:
     speed = Speed(rate=6e14, half_work=1e9, write_seconds=1.2e-12)
     found = fit([pass_at(speed, size) for size in GPU_SIZES])
     assert found == pytest.approx(speed, rel=1e-6)
@@ -85,12 +85,12 @@ def test_a_gpu_of_a_known_name_starts_from_its_own_profile(monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "DEPTHS", (2, 10))
-    monkeypatch.setattr(launching, "TURNS", 4)
-    with HostUpdate(torch.device("cpu"), 1 << 16) as update:
-        crowd = Repeated(update)
-        found = launching.launch_seconds(torch.device("cpu"), crowd)
-    assert crowd.taken, "the host was at work"
+    monkeypatch.setattr(launch_time, "DEPTHS", (2, 10))
+    monkeypatch.setattr(launch_time, "TURNS", 4)
+    with UpdateProbe(torch.device("cpu"), 1 << 16) as update:
+        busy_host = BusyHost(update)
+        found = launch_time.launch_seconds(torch.device("cpu"), busy_host)
+    assert busy_host.taken, "the host was at work"
     assert set(found) == {f"launch.{entry.name}" for entry in fields(Launch)}
     assert min(found.values()) >= 0
     assert min(found["launch.crowded"], found["launch.interrupted"]) >= 1
@@ -98,12 +98,12 @@ def test_launching_is_measured_through_the_runtime(monkeypatch: pytest.MonkeyPat
     assert measuring.with_values(load("h200"), found).launch.forward == found["launch.forward"]
 
 
-def test_what_goes_wrong_beside_a_measurement_is_raised_where_it_ends() -> None:
-    class Broken(HostUpdate):
+def test_an_error_in_the_second_thread_is_raised_where_the_measurement_ends() -> None:
+    class Broken(UpdateProbe):
         def run(self) -> None:
             raise ArithmeticError("the kernel is ill")
 
     with Broken(torch.device("cpu"), 1 << 10) as update:
-        crowd = Repeated(update)
-        with pytest.raises(ArithmeticError, match="ill"), crowd:
+        busy_host = BusyHost(update)
+        with pytest.raises(ArithmeticError, match="ill"), busy_host:
             pass

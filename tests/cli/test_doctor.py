@@ -3,7 +3,7 @@
 import pytest
 
 from zeroshard.cli import doctor
-from zeroshard.cli.doctor import Finding, Verdict
+from zeroshard.cli.doctor import Finding
 from zeroshard.cli.main import main
 from zeroshard.offload.library import Choice, Simd
 from zeroshard.system.machine import Amx
@@ -19,7 +19,7 @@ def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bad_finding_fails_and_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "findings", lambda: iter([Finding("torch", "2.1", Verdict.BAD, "upgrade it")]))
+    monkeypatch.setattr(doctor, "findings", lambda: iter([Finding("torch", "2.1", "upgrade it", bad=True)]))
     assert main(["doctor"]) == 1
     assert "-> upgrade it" in capsys.readouterr().out
 

@@ -13,8 +13,8 @@ import torch
 import zeroshard
 from tests.cli.test_main import exit_code
 from tests.matrix import slow
+from zeroshard.cli.job_options import overrides
 from zeroshard.cli.main import parser
-from zeroshard.cli.train import _overrides
 from zeroshard.config.job import load_job
 from zeroshard.config.options import Config
 from zeroshard.plan.hardware import find_hardware
@@ -75,7 +75,7 @@ def test_the_recommended_command_of_a_preset_is_one_that_train_takes(capsys: pyt
     best = asked(capsys, "--model", "offload-4b", "--batch", "4", *hardware)["recommended"]
     words = best["command"].split()
     arguments = parser().parse_args(words[words.index("train") :])
-    job = load_job(arguments.config, _overrides(arguments))
+    job = load_job(arguments.config, overrides(arguments))
     assert job.shard["stage"] == best["stage"]
     assert job.shard["offload"]["update_in_backward"], "host memory leaves no other"  # type: ignore[index]
 
@@ -86,7 +86,7 @@ def test_the_recommended_command_trains_what_was_planned(preset: str, capsys: py
     answer = asked(capsys, "--model", preset, *options, "--model-parallel", "1")
     words = answer["recommended"]["command"].split()
     arguments = parser().parse_args(words[words.index("train") :])
-    job = load_job(arguments.config, _overrides(arguments))
+    job = load_job(arguments.config, overrides(arguments))
     assert (job.model.sequence, job.train.batch, job.train.tensor_parallel) == (512, 2, 1)
     assert not job.built_model.checkpointing
     assert job.shard.get("activations") is None
@@ -178,7 +178,7 @@ def test_what_a_configuration_says_of_gathering_is_planned_and_taken_back_in_oth
     assert answer["recommended"]["stage"] == 0
     words = answer["recommended"]["command"].split()
     arguments = parser().parse_args(words[words.index("train") :])
-    assert not {"prefetch", "keep"} & set(load_job(arguments.config, _overrides(arguments)).shard)
+    assert not {"prefetch", "keep"} & set(load_job(arguments.config, overrides(arguments)).shard)
     nothing_kept = answer["rows"][-1]
     file.write_text(shape + "[shard]\nstage = 3\n")
     usual = asked(capsys, "--model", str(file), "--gpus", "8", "--machine", "h100")["rows"][-1]
@@ -310,7 +310,7 @@ def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "tiny", "--gpus", "0"], "--gpus 0: must be above 0"),
         (["--model", "tiny", "--gpus", "-8"], "--gpus -8: must be above 0"),
         (["--model", "tiny", "--gpus", "10", "--nodes", "4", "--gpu-memory", "32"], "evenly over --nodes 4"),
-        (["--model", "tiny", "--gpus", "2", "--nodes", "4", "--gpu-memory", "32"], "leave some without any"),
+        (["--model", "tiny", "--gpus", "2", "--nodes", "4", "--gpu-memory", "32"], "is more than --gpus 2"),
         (["--model", "tiny", "--gpus", "4096", "--nodes", "1", "--gpu-memory", "32"], "there is no such"),
         (["--model", "tiny", "--gpu-memory", "0"], "--gpu-memory 0: must be above 0"),
         (["--model", "tiny", "--gpu-memory", "32e9"], "is in GB"),

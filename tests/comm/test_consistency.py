@@ -73,7 +73,7 @@ def test_a_gpu_that_is_not_there_is_refused(wanted: str, environment: dict[str, 
 
 
 def test_what_the_ready_made_job_gives_to_shard_is_the_same_on_all_gpus_of_a_node() -> None:
-    """Every rank's own call, as it is made on a node of eight GPUs."""
+    """Calls ``shard()`` as each rank of a node with eight GPUs does."""
     job = load_job("stdlib-10m", {"shard.stage": 2, "shard.offload": "cpu", "model.layers": 2})
     found = []
     for local in range(8):
@@ -171,7 +171,7 @@ DIFFERENT: list[tuple[Callable[[int], Given], str, str]] = [
     (with_another_optimizer, "optimizer SGD", "optimizer AdamW"),
     (with_swapped_groups, "trained, in group 0", "trained, in group 1"),
 ]
-"""What ranks 0 and 1 are given, and words of the first fact that differs, of each."""
+"""What rank 0 and rank 1 are given, and words of the first fact in which they differ."""
 
 
 @pytest.mark.parametrize(("give", "zeroth", "other"), DIFFERENT, ids=[other for *_, other in DIFFERENT])

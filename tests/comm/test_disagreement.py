@@ -1,4 +1,4 @@
-"""Ranks that do different things get an error that names rank, unit and cause; never a hang, never swapped data."""
+"""Ranks that do different things get an error that names rank, unit and cause. They never hang or swap data."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zeroshard.comm import watchdog
 from zeroshard.runtime import runtime_of
 
 SHORT = 2.0
-"""Seconds of stall_timeout: a healthy collective here takes milliseconds."""
+"""``stall_timeout`` in seconds. A healthy collective takes milliseconds here."""
 
 
 @contextmanager
 def quick_beats() -> Iterator[None]:
-    """Ranks post often where they are, so that a stall is explained sooner."""
+    """Ranks post often, so that a stall is explained sooner."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "BEAT_SECONDS", 0.2)
         yield
@@ -78,7 +78,7 @@ def test_a_rank_that_did_another_operation_is_named_before_anything_is_updated()
     model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=2, stall_timeout=SHORT)
     start = zeroshard.full_state_dict(model)
     loss_of(model, 0).backward()
-    if dist.get_rank() == 1:  # as if equal-sized messages had been swapped, where messages carry no names
+    if dist.get_rank() == 1:  # as if two messages of equal size had been swapped, on a backend without tags
         lane = runtime_of(model).fabric.reduces
         lane.log[-1] = "reduce_scatter blocks.9"
         lane.hash ^= 1
@@ -107,7 +107,7 @@ def test_a_rank_that_misses_a_collective_is_named_after_stall_timeout() -> None:
         if dist.get_rank() == 0:
             with pytest.raises(zeroshard.StallError, match=r"rank 0 waited for all_gather \(root\).*rank 1 is alive"):
                 loss_of(model, 0)
-        dist.barrier()  # rank 1 is alive all the while, here
+        dist.barrier()  # rank 1 waits here and is alive
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def _lose_a_rank(how: str) -> str:
     if dist.get_rank() == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(1)  # as after an exception that nobody caught
+        os._exit(1)  # as after an uncaught exception
     try:
         loss_of(model, 1).backward()
         optimizer.step()

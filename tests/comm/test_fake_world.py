@@ -1,4 +1,7 @@
-"""One rank of a large world on one process: sizes and volume are those of that world, gradients this rank's own."""
+"""One rank of a large world, alone in one process.
+
+Sizes and volume are the same as in the real world. Gradients are this rank's own.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def test_values_of_ranks_that_are_not_there_are_taken_to_be_its_own(world_of_eig
     assert torch.equal(whole, torch.arange(2.0 * world_of_eight))
     lane.all_gather(whole, shard, "some").wait()
     assert whole.tolist() == [6.0, 7.0] * world_of_eight
-    mine = whole.fill_(math.nan)[6:8].fill_(2.0)  # a shard that is the very slice
+    mine = whole.fill_(math.nan)[6:8].fill_(2.0)  # the shard is a slice of the whole
     lane.all_gather(whole, mine, "some").wait()
     assert whole.tolist() == [2.0] * 2 * world_of_eight
     whole.copy_(torch.arange(2.0 * world_of_eight))

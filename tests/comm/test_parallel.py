@@ -1,4 +1,4 @@
-"""Tensor parallelism of PyTorch's own beside sharding: two dimensions, the same training."""
+"""PyTorch's tensor parallelism together with sharding trains the same as one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDTH = 12
 
 
 def plan(odd: bool = False) -> dict[str, Any]:
-    """``odd``: the width divides unevenly, which DTensors pass on and plain tensors do not."""
+    """``odd``: the width divides unevenly. DTensors can be passed from layer to layer then, plain tensors cannot."""
     styles: dict[str, Any] = {
         "blocks.*.up": ColwiseParallel(use_local_output=not odd),
         "blocks.*.down": RowwiseParallel(),
@@ -65,7 +65,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, steps: int = 3) -> list[float]:
-    """``index`` is which batch this rank sees: ranks of one model-parallel group see the same."""
+    """``index`` says which batch this rank sees. The ranks of one tensor-parallel group see the same batch."""
     losses = []
     for step in range(steps):
         loss = loss_of(model, data(step, index))
@@ -77,7 +77,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, steps:
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Not Adam, which makes of a rounding error in a gradient near zero a step of full length."""
+    """Not Adam: it turns a rounding error in a gradient near zero into a step of full length."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 

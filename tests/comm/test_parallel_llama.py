@@ -1,4 +1,4 @@
-"""A Hugging Face Llama under PyTorch's tensor parallelism and every stage, beside one rank."""
+"""A Hugging Face Llama with PyTorch's tensor parallelism trains the same as one rank, in every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that failed on its way and is called again does all that it has to; one agreement serves a step."""
+"""A step that failed can be called again, and then does all its work. A step needs one agreement."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_all_buffers_follow_rank_zero_in_one_message() -> None:
 
 
 class Caching(Normed):
-    """Keeps a table that grows with what it is given; on rank 0 it is longer."""
+    """Has a table in a buffer that grows in forward. The table is longer on rank 0."""
 
     def __init__(self, persistent: bool) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ def step(
 
 
 def settled_volume(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> zeroshard.Stats:
-    """Of the fourth step: the first is still learning the order of units."""
+    """The volume of the fourth step. In the first step the order of units is not yet known."""
     for number in range(4):
         step(model, optimizer, number, **how)
     return zeroshard.stats(model)
@@ -80,7 +80,7 @@ def test_named_units_are_kept_instead_of_root_and_last() -> None:
 
 
 def settled_rest(stats: zeroshard.Stats) -> int:
-    """What is not blocks.1, computed from the shapes: 4 equal blocks and a root."""
+    """All elements outside blocks.1, computed from the shapes: 4 equal blocks and a root."""
     block = sum(-(-n // 64) * 64 for n in (13, 13, 39 * 13, 39, 39 * 13, 13))
     return stats.padded_parameters - -(-block // 128) * 128
 

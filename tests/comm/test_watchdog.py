@@ -1,4 +1,4 @@
-"""The thread that posts where a rank is."""
+"""The thread that posts the progress of a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroshard.comm import watchdog
 
 watchdog.BEAT_SECONDS = 0.0
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
-posting = watchdog.Watchdog.start(0, 1, "some")
+posting = watchdog.Watchdog.start(0, 1, "some", 1.0)
 while posting._beat < 50:
     time.sleep(0.01)
 """
@@ -32,14 +32,14 @@ def test_a_process_that_ends_while_its_rank_is_posted_ends_well() -> None:
 
 
 def test_the_connection_to_the_store_does_not_keep_the_store_of_a_group_that_was_ended() -> None:
-    """Or its server would answer, with old addresses, when another group begins at the same place."""
+    """Else the old server would answer, with old addresses, when a new group begins on the same port."""
     store = dist.TCPStore("localhost", 0, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert compat.default_store() is compat.default_store()
-        kept = weakref.ref(dist.distributed_c10d._get_default_store())
+        old = weakref.ref(dist.distributed_c10d._get_default_store())
     finally:
         dist.destroy_process_group()
     del store
     gc.collect()
-    assert kept() is None
+    assert old() is None

@@ -71,6 +71,11 @@ def test_a_default_is_not_blamed_for_a_rejected_value(tmp_path: Path) -> None:
     )
 
 
+def test_the_default_of_a_rejected_number_of_heads_is_not_blamed(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, "[model]\nheads = 'many'\n[train]\ntensor_parallel = 4\n")
+    assert found == "model.heads: must be a whole number, is 'many'"
+
+
 def test_a_missing_table_has_the_defaults(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, "[train]\nlr = 1\n"))
     assert job.name == "job"

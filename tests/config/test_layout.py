@@ -36,6 +36,7 @@ def layout_of(sizes: list[tuple[int, ...]], world: int) -> FlatLayout:
 # -- flats and shards -------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**15), st.integers(1, 10**6))
 def test_rounding_up_gives_the_smallest_multiple_that_is_not_below(value: int, multiple: int) -> None:
     rounded = round_up(value, multiple)
@@ -43,6 +44,7 @@ def test_rounding_up_gives_the_smallest_multiple_that_is_not_below(value: int, m
     assert 0 <= rounded - value < multiple
 
 
+@settings(deadline=None)
 @given(shape_lists, worlds)
 def test_every_parameter_lies_inside_its_flat_on_a_boundary_and_over_no_other(
     sizes: list[tuple[int, ...]], world: int
@@ -60,6 +62,7 @@ def test_every_parameter_lies_inside_its_flat_on_a_boundary_and_over_no_other(
     assert layout.parameters == sum(math.prod(shape) for shape in sizes)
 
 
+@settings(deadline=None)
 @given(shape_lists, worlds)
 def test_shards_are_equal_aligned_and_cover_the_flat_exactly_once(sizes: list[tuple[int, ...]], world: int) -> None:
     layout = layout_of(sizes, world)
@@ -74,6 +77,7 @@ def test_shards_are_equal_aligned_and_cover_the_flat_exactly_once(sizes: list[tu
     assert layout.whole.start == 0
 
 
+@settings(deadline=None)
 @given(shape_lists, worlds)
 def test_padding_is_less_than_a_boundary_a_parameter_and_one_a_rank(sizes: list[tuple[int, ...]], world: int) -> None:
     layout = layout_of(sizes, world)
@@ -81,6 +85,7 @@ def test_padding_is_less_than_a_boundary_a_parameter_and_one_a_rank(sizes: list[
     assert waste <= (ALIGNMENT - 1) * len(sizes) + ALIGNMENT * world
 
 
+@settings(deadline=None)
 @given(shape_lists, worlds)
 def test_pieces_of_all_ranks_put_every_parameter_together_exactly_once_and_in_order(
     sizes: list[tuple[int, ...]], world: int
@@ -102,6 +107,7 @@ def test_pieces_of_all_ranks_put_every_parameter_together_exactly_once_and_in_or
     assert reached == [math.prod(shape) for shape in sizes]
 
 
+@settings(deadline=None)
 @given(shape_lists, worlds, st.data())
 def test_pieces_of_any_range_are_the_elements_of_that_range(
     sizes: list[tuple[int, ...]], world: int, data: st.DataObject
@@ -444,6 +450,7 @@ members = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(members, st.integers(1, 200), st.sampled_from([None, 2, 4]))
 def test_a_units_flats_are_of_one_kind_bounded_and_hold_every_parameter_once(
     kinds: list[tuple[int, torch.dtype, bool]], limit: int, itemsize: int | None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard import Config, LossScale, Precision
-from zeroshard.config.options import problems
+from zeroshard import Activations, Config, LossScale, Offload, Precision
+from zeroshard.config.checks import read_table
 from zeroshard.config.table import Extent, Place, state_table
+
+
+def problems(options: dict[str, Any], path: str) -> list[str]:
+    """The mistakes in the ``shard`` options of a configuration file."""
+    return read_table(Config, options, path)[1]
+
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -203,6 +211,33 @@ def test_a_bad_value_of_the_loss_scale_is_refused_and_named(name: str, value: An
         LossScale(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        (lambda: Config(stage=7, prefetch=-1), ["stage=7 must be", "prefetch=-1 must be"]),
+        (lambda: Offload(threads=0, seed=-1), ["offload.threads=0 must be", "offload.seed=-1 must be"]),
+        (lambda: Activations(offload=1, prefetch=-1), ["activations.offload=1 must", "activations.prefetch=-1 must"]),
+        (lambda: LossScale(factor=0.5, minimum=-1), ["loss_scale.factor=0.5 must be", "loss_scale.minimum=-1 must be"]),
+        (
+            lambda: Precision(reduce=torch.int8, loss_scale=LossScale()),
+            ["precision.reduce=torch.int8 must be", "precision.loss_scale has no effect"],
+        ),
+    ],
+)
+def test_python_too_is_told_every_mistake_at_once(make: Callable[[], object], texts: list[str]) -> None:
+    with pytest.raises(ValueError, match="2 mistakes in the options:") as caught:
+        make()
+    assert all(text in str(caught.value) for text in texts)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_conflict_with_a_bad_value_is_not_told() -> None:
+    with pytest.raises(ValueError, match=r"^precision='bf61' is unknown[^\n]*$"):
+        Config.parse({"precision": "bf61", "offload": {"split_master": True}})
+    with pytest.raises(ValueError, match=r"precision.reduce='bf61' is unknown[^\n]*\n  offload.split_master [^\n]*$"):
+        Config.parse({"precision": {"reduce": "bf61"}, "offload": {"split_master": True}})
+
+
 # -- all errors of a file at once -------------------------------------------------------------------------------------
 
 
@@ -235,18 +270,18 @@ def test_an_option_without_effect_is_reported_beside_a_bad_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "blamed"),
     [
-        {"on_nonfinite": "skip", "offload": {"update_in_backward": True}},
-        {"stage": 2, "precision": {"parameters": "bf16", "cast_on_gather": True}},
-        {"init": "empty", "weights": "folder"},
+        ({"on_nonfinite": "skip", "offload": {"update_in_backward": True}}, "on_nonfinite"),
+        ({"stage": 2, "precision": {"parameters": "bf16", "cast_on_gather": True}}, "precision"),
+        ({"init": "empty", "weights": "folder"}, "init"),
     ],
 )
-def test_good_options_that_exclude_each_other_are_a_problem(options: dict[str, Any]) -> None:
+def test_good_options_that_exclude_each_other_are_a_problem(options: dict[str, Any], blamed: str) -> None:
     (found,) = problems(options, "shard")
     with pytest.raises(ValueError, match="leave") as caught:
         Config.parse(options)
-    assert found == f"shard: {caught.value}"
+    assert found == f"shard.{blamed}: {caught.value}"
 
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=lambda value: repr(value)[:24])

@@ -67,9 +67,9 @@ def test_checkpoints_on_the_host_change_no_bit() -> None:
 
 def test_what_waits_on_the_host_is_pinned_and_used_again() -> None:
     _, _, model = trained(steps=2, activations=Activations(offload=True), precision="bf16")
-    host = runtime_of(model).checkpoints.stores.host
+    host = runtime_of(model).checkpoints.store.host
     assert host is not None
-    assert len(host.blocks) == 6
+    assert len(host.slots) == 6
     assert host.bytes == 6 * 8 * 128 * 256 * 2
 
 

@@ -16,6 +16,7 @@ import zeroshard
 from tests.models import Net, net
 from zeroshard.comm.fabric import Fabric
 from zeroshard.comm.lane import Lane
+from zeroshard.comm.transport import Collectives
 
 STAGES = (0, 1, 2, 3)
 DEVICE = torch.device("cuda", 0)
@@ -86,8 +87,7 @@ def test_forward_and_backward_never_wait_for_the_device_under_nccl(stage: int) -
 def test_the_three_collectives_run_on_nccl_on_their_own_stream_without_waiting() -> None:
     with nccl_world_of_one():
         fabric = Fabric(DEVICE, 30.0)
-        fabric.backend = "nccl"
-        lane = Lane("gathers", fabric, dist.group.WORLD, fabric.meter)
+        lane = Lane("gathers", dist.group.WORLD, Collectives(dist.group.WORLD, "nccl"), DEVICE, fabric.watchdog)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             source = torch.randn(1 << 16, device=DEVICE).to(dtype)
             whole, out = torch.zeros_like(source), torch.zeros_like(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -9,12 +10,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zeroshard.offload.kernel import AdamRule, Pool, Segment, SGDRule, Simd
-from zeroshard.offload.library import load, paths
+from zeroshard.offload.kernel import Pool, Segment
+from zeroshard.offload.library import Simd, load, paths
+from zeroshard.offload.rules import AdamRule, Rule, SGDRule
 
 ADAMW = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, maximize=False, step=3)
 ADAM = replace(ADAMW, decoupled=False)
-SGD = SGDRule(lr=0.1, momentum=0.9, dampening=0.1, nesterov=False, weight_decay=0.1, maximize=False, first=False)
+SGD = SGDRule(lr=0.1, momentum=0.9, dampening=0.1, nesterov=False, weight_decay=0.1, maximize=False, step=3)
 
 NATIVE = paths(load())
 
@@ -25,9 +27,15 @@ def pool(simd: Simd = NATIVE[0], threads: int = 2) -> Pool:
     return Pool(threads, simd)
 
 
+def update(pool: Pool, segments: Sequence[Segment], rule: Rule | Sequence[Rule], factor: float, seed: int = 0) -> None:
+    """One step of some segments, with one rule for all or one for each."""
+    rules = rule if isinstance(rule, Sequence) else [rule] * len(segments)
+    pool.update([(pool.prepare(segments), rules)], factor, seed)
+
+
 @dataclass(frozen=True)
 class Format:
-    """In which dtypes a segment is kept."""
+    """The dtypes of a segment."""
 
     gradient: torch.dtype = torch.bfloat16
     parameter: torch.dtype | None = torch.bfloat16
@@ -54,9 +62,7 @@ def joined(high: Tensor, low: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def random_segment(
-    length: int, form: Format, rule: AdamRule | SGDRule, seed: int = 0, special: bool = False
-) -> Segment:
+def random_segment(length: int, form: Format, seed: int = 0, special: bool = False) -> Segment:
     """Values of ordinary size; `special` puts zeros, denormals, infinities and NaN among them."""
     generator = torch.Generator().manual_seed(seed)
     gradient = torch.randn(length, generator=generator) * 1e-2
@@ -69,7 +75,7 @@ def random_segment(
             where = torch.randint(0, max(length, 1), (length // 4,), generator=generator)
             tensor[where] = odd[torch.randint(0, len(odd), (length // 4,), generator=generator)]
         moments[1].abs_()
-    kept = tuple(moment.to(dtype) for moment, dtype in zip(moments, form.moments, strict=False))
+    states = tuple(moment.to(dtype) for moment, dtype in zip(moments, form.moments, strict=False))
     slot = gradient.to(form.gradient)
     parameter: Tensor | None = None
     if form.split:
@@ -79,7 +85,7 @@ def random_segment(
         parameter = slot
     elif form.parameter is not None:
         parameter = torch.zeros(length, dtype=form.parameter)
-    return Segment(slot, master, parameter, kept, rule, key=7, start=0)
+    return Segment(slot, master, parameter, states, key=7, start=0)
 
 
 def clone(segment: Segment, offset: int = 0) -> Segment:

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.models import Block, batch, loss_of, net
 from zeroshard import LossScale, Offload, Precision
-from zeroshard.offload import pipeline
+from zeroshard.offload.kernel import Pool
+from zeroshard.offload.pipeline import Pipeline
 
 STEPS = 4
 Train = Callable[[Any, Any], None]
@@ -448,23 +449,23 @@ def assert_close_result(ours: Result, theirs: Result, where: str, rtol: float = 
 def slow_host(seconds: float = 0.001, seed: int = 0) -> Iterator[None]:
     """Makes the host's threads late, each time by another while, so that nothing is ready by chance."""
     late = random.Random(seed)
-    update, copy_down = pipeline.run_together, pipeline.Pipeline.down_from
+    update, copy = Pool.update, Pipeline.copy
 
     def slow_update(*args: Any) -> None:
         time.sleep(seconds * late.random())
         update(*args)
 
-    def slow_copy(self: Any, *args: Any) -> None:
+    def slow_copy(*args: Any) -> Any:
         time.sleep(seconds * late.random())
-        copy_down(self, *args)
+        return copy(*args)
 
-    pipeline.run_together = slow_update
-    pipeline.Pipeline.down_from = slow_copy  # type: ignore[method-assign]
+    Pool.update = slow_update  # type: ignore[method-assign]
+    Pipeline.copy = slow_copy  # type: ignore[method-assign]
     try:
         yield
     finally:
-        pipeline.run_together = update
-        pipeline.Pipeline.down_from = copy_down  # type: ignore[method-assign]
+        Pool.update = update  # type: ignore[method-assign]
+        Pipeline.copy = copy  # type: ignore[method-assign]
 
 
 @contextmanager

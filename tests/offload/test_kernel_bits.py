@@ -23,8 +23,9 @@ from tests.offload.host import (
     pool,
     random_segment,
     split,
+    update,
 )
-from zeroshard.offload.kernel import AdamRule, Segment, SGDRule
+from zeroshard.offload.rules import AdamRule, SGDRule
 
 GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 MASTERS = (
@@ -58,13 +59,13 @@ def name(value: object) -> str | None:
 
 @pytest.mark.parametrize(("rule", "form"), FORMATS, ids=name)
 def test_every_path_gives_the_same_bits(rule: AdamRule | SGDRule, form: Format) -> None:
-    start = random_segment(1021, form, rule, special=True)
+    start = random_segment(1021, form, special=True)
     start.moments and start.moments[0].abs_()
     reference = clone(start)
-    pool(NATIVE[-1], 1).update([reference], 0.37, seed=3)
+    update(pool(NATIVE[-1], 1), [reference], rule, 0.37, seed=3)
     for simd in NATIVE[:-1]:
         other = clone(start)
-        pool(simd).update([other], 0.37, seed=3)
+        update(pool(simd), [other], rule, 0.37, seed=3)
         assert_same_bits(other, reference)
 
 
@@ -74,12 +75,13 @@ def test_slices_threads_and_alignment_do_not_show(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 300) | st.just(40_003))
     rule, form = data.draw(st.sampled_from(FORMATS))
     begin = data.draw(st.sampled_from([0, 5, 2**32 - 100, 2**40 + 1]))
-    start = replace(random_segment(length, form, rule, special=True), start=begin)
+    start = replace(random_segment(length, form, special=True), start=begin)
     whole = clone(start)
-    pool(threads=1).update([whole], 0.37, seed=3)
+    update(pool(threads=1), [whole], rule, 0.37, seed=3)
     other = clone(start, offset=data.draw(st.integers(0, 17)))
     places = data.draw(st.lists(st.integers(0, length), max_size=6))
-    pool(data.draw(st.sampled_from(NATIVE)), data.draw(st.integers(1, 3))).update(cut(other, *places), 0.37, seed=3)
+    chosen = pool(data.draw(st.sampled_from(NATIVE)), data.draw(st.integers(1, 3)))
+    update(chosen, cut(other, *places), rule, 0.37, seed=3)
     assert_same_bits(other, whole)
 
 
@@ -87,24 +89,22 @@ def test_many_segments_of_one_call_are_those_of_many_calls() -> None:
     form = Format(moments=(torch.bfloat16, torch.bfloat16))
     lengths = [1, 0, 63, 64, 65, 16384, 3, 16385, 40_000, 7]
     rules = [replace(ADAMW, lr=0.1 * (index + 1), step=index + 1) for index in range(len(lengths))]
-    segments = [
-        random_segment(*one, seed=index) for index, one in enumerate(zip(lengths, [form] * 10, rules, strict=True))
-    ]
+    segments = [random_segment(length, form, seed=index) for index, length in enumerate(lengths)]
     others = [clone(segment) for segment in segments]
-    pool().update(segments, 0.5, seed=1)
-    for segment, other in zip(segments, others, strict=True):
-        pool().update([other], 0.5, seed=1)
+    update(pool(), segments, rules, 0.5, seed=1)
+    for segment, other, rule in zip(segments, others, rules, strict=True):
+        update(pool(), [other], rule, 0.5, seed=1)
         assert_same_bits(segment, other)
 
 
 def test_a_prepared_batch_is_updated_with_each_steps_rules() -> None:
-    segments = [random_segment(1000, Format(), ADAMW, seed=seed) for seed in range(3)]
+    segments = [random_segment(1000, Format(), seed=seed) for seed in range(3)]
     others = [clone(segment) for segment in segments]
-    batch = pool().prepare([replace(segment, rule=None) for segment in segments])
+    batch = pool().prepare(segments)
     for step in range(1, 4):
         rules = [replace(ADAMW, lr=10.0**-step, step=step)] * 3
-        batch.run(rules, 0.5)
-        pool().update([replace(other, rule=rule) for other, rule in zip(others, rules, strict=True)], 0.5)
+        pool().update([(batch, rules)], 0.5)
+        update(pool(), others, rules, 0.5)
     for segment, other in zip(segments, others, strict=True):
         assert_same_bits(segment, other)
 
@@ -112,15 +112,15 @@ def test_a_prepared_batch_is_updated_with_each_steps_rules() -> None:
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", [ADAMW, ADAM, SGD])
 def test_a_split_master_is_an_fp32_master_bit_for_bit(rule: AdamRule | SGDRule, moments: torch.dtype) -> None:
-    kept = (moments, moments) if isinstance(rule, AdamRule) else (moments,)
-    plain = random_segment(3001, Format(moments=kept), rule, special=True)
+    states = (moments, moments) if isinstance(rule, AdamRule) else (moments,)
+    plain = random_segment(3001, Format(moments=states), special=True)
     high, low = split(plain.master)
     halves = replace(clone(plain), master=low, parameter=high)
     for step in range(1, 31):
         gradient = torch.randn(3001, generator=torch.Generator().manual_seed(step)).bfloat16()
         for segment in (plain, halves):
             segment.gradient.copy_(gradient)
-            pool().update([replace(segment, rule=replace(rule, step=step))], 0.5, seed=1)
+            update(pool(), [segment], replace(rule, step=step), 0.5, seed=1)
     assert torch.equal(joined(high, low).view(torch.int32), plain.master.view(torch.int32))
     assert plain.parameter is not None
     assert torch.equal(high.view(torch.int16), plain.parameter.view(torch.int16))
@@ -130,8 +130,7 @@ def test_a_split_master_is_an_fp32_master_bit_for_bit(rule: AdamRule | SGDRule, 
 
 def test_a_parameter_over_its_gradient_is_one_beside_it() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        over = random_segment(5003, Format(dtype, dtype, over_gradient=True), ADAMW, special=True)
+        over = random_segment(5003, Format(dtype, dtype, over_gradient=True), special=True)
         beside = replace(clone(over), parameter=torch.zeros(5003, dtype=dtype))
-        assert isinstance(over, Segment)
-        pool().update([over, beside], 0.5)
+        update(pool(), [over, beside], ADAMW, 0.5)
         assert_same_bits(over, beside)

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.offload.host import ADAM, ADAMW, NATIVE, SGD, Format, clone, pool, random_segment, ulps
+from tests.offload.host import ADAM, ADAMW, NATIVE, SGD, Format, clone, pool, random_segment, ulps, update
 from zeroshard.offload import library
-from zeroshard.offload.kernel import AdamRule, Pool, SGDRule, Simd
+from zeroshard.offload.kernel import Pool
+from zeroshard.offload.library import Simd
 from zeroshard.offload.native import build
+from zeroshard.offload.rules import AdamRule, SGDRule
 
 
 @pytest.fixture
@@ -127,18 +129,18 @@ def test_an_unknown_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ADAMW,
         replace(ADAM, maximize=True, step=1),
         SGD,
-        replace(SGD, first=True, nesterov=True, dampening=0.0),
+        replace(SGD, step=1, nesterov=True, dampening=0.0),
         replace(SGD, momentum=0.0),
     ],
 )
 def test_torch_gives_the_same_within_rounding(rule: AdamRule | SGDRule, dtype: torch.dtype) -> None:
     moments = 2 if isinstance(rule, AdamRule) else int(rule.momentum != 0)
     form = Format(dtype, dtype, moments=(torch.float32,) * moments, over_gradient=True)
-    native = random_segment(3001, form, rule)
+    native = random_segment(3001, form)
     other = clone(native)
     size = native.master.abs() + native.gradient.float().abs()
-    pool().update([native], 0.5)
-    pool(Simd.TORCH).update([other], 0.5)
+    update(pool(), [native], rule, 0.5)
+    update(pool(Simd.TORCH), [other], rule, 0.5)
     assert ulps(other.master, native.master.double(), size) <= 4
     for one, two in zip(native.moments, other.moments, strict=True):
         assert ulps(two, one.double(), size) <= 4
@@ -149,11 +151,11 @@ def test_torch_gives_the_same_within_rounding(rule: AdamRule | SGDRule, dtype: t
 
 def test_torch_publishes_and_sums_as_the_native_path_does() -> None:
     still = replace(SGD, momentum=0.0, lr=0.0, weight_decay=0.0)
-    native = random_segment(3001, Format(moments=()), still, special=True)
+    native = random_segment(3001, Format(moments=()), special=True)
     native.gradient.zero_()
     other = clone(native)
-    pool().update([native], 0.5)
-    pool(Simd.TORCH).update([other], 0.5)
+    update(pool(), [native], still, 0.5)
+    update(pool(Simd.TORCH), [other], still, 0.5)
     assert native.parameter is not None
     assert other.parameter is not None
     assert torch.equal(native.parameter.view(torch.int16), other.parameter.view(torch.int16))
@@ -161,13 +163,6 @@ def test_torch_publishes_and_sums_as_the_native_path_does() -> None:
     assert pool(Simd.TORCH).square_sum(values) == pytest.approx(pool().square_sum(values), rel=1e-13)
     totals = torch.ones(1000), torch.ones(1000)
     for each, total in zip((pool(), pool(Simd.TORCH)), totals, strict=True):
-        each.accumulate(total, values, 0.5, first=True)
-        each.accumulate(total, values, 0.25, first=False)
+        each.accumulate(total, values, first=True)
+        each.accumulate(total, values, first=False)
     assert torch.equal(*totals)
-
-
-def test_torch_refuses_what_only_the_native_kernel_does() -> None:
-    with pytest.raises(ValueError, match="16-bit moments need the native kernel"):
-        pool(Simd.TORCH).prepare([random_segment(10, Format(moments=(torch.bfloat16,) * 2), ADAMW)])
-    with pytest.raises(ValueError, match="a split master needs the native kernel"):
-        pool(Simd.TORCH).prepare([random_segment(10, Format(split=True), ADAMW)])

@@ -12,26 +12,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.offload.host import ADAM, ADAMW, NATIVE, SGD, Format, assert_same_bits, clone, pool, random_segment
+from tests.offload.host import ADAMW, NATIVE, SGD, Format, assert_same_bits, clone, pool, random_segment, update
 from zeroshard.offload import pipeline
-from zeroshard.offload.kernel import Pool, Segment, Simd
+from zeroshard.offload.kernel import Pool, Segment
+from zeroshard.offload.library import Simd
+from zeroshard.offload.rules import Rule
 from zeroshard.system import cores, machine
 
 ROOT = Path(__file__).parents[2]
 
 
 def segment(length: int = 40_000) -> Segment:
-    return random_segment(length, Format(), ADAMW)
+    return random_segment(length, Format())
 
 
 def test_threads_of_a_program_may_share_a_pool_or_have_their_own() -> None:
     reference = segment()
-    pool(threads=1).update([reference], 1.0)
+    update(pool(threads=1), [reference], ADAMW, 1.0)
     mine = Pool(threads=2)
     segments = [clone(segment()) for _ in range(8)]
 
     def work(index: int) -> None:
-        (mine if index % 2 else pool(threads=3)).update([segments[index]], 1.0)
+        update(mine if index % 2 else pool(threads=3), [segments[index]], ADAMW, 1.0)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(segments))]
     for thread in threads:
@@ -48,7 +50,7 @@ def test_a_closed_pool_says_so() -> None:
     closed.close()
     closed.close()
     with pytest.raises(RuntimeError, match="closed"):
-        closed.update([segment()], 1.0)
+        update(closed, [segment()], ADAMW, 1.0)
     with pytest.raises(RuntimeError, match="closed"):
         closed.square_sum(torch.ones(3))
 
@@ -68,7 +70,7 @@ def test_threads_end_with_their_pool() -> None:
 
 def test_a_waiting_pool_uses_no_processor_time() -> None:
     with_threads = Pool(threads=2)
-    with_threads.update([segment()], 1.0)
+    update(with_threads, [segment()], ADAMW, 1.0)
     threading.Event().wait(0.05)
     before = os.times()
     threading.Event().wait(0.3)
@@ -169,64 +171,62 @@ def test_a_senseless_number_of_threads_is_refused(threads: int) -> None:
         Pool(threads)
 
 
-def bad_segments() -> dict[str, Segment]:
-    good = random_segment(100, Format(), ADAMW)
+def bad_segments() -> dict[str, tuple[Segment, Rule]]:
+    """Segments and rules, by a part of the message that refuses them."""
+    good = random_segment(100, Format())
     wide = torch.zeros(300, dtype=torch.bfloat16)
     halves = torch.zeros(100, dtype=torch.int16)
-    return {
-        "master is on meta": replace(good, master=torch.zeros(100, device="meta")),
-        r"gradient of shape \(10, 10\) must be 1-D": replace(good, gradient=good.gradient.reshape(10, 10)),
-        "parameter of shape .* must be 1-D and contiguous": replace(good, parameter=wide[: 2 * 100 : 2]),
-        r"moments\[1\] has 99 elements, but the gradient has 100": replace(
-            good, moments=(good.moments[0], good.moments[1][1:])
-        ),
+    segments = {
+        "master .* on meta; .* on the CPU": replace(good, master=torch.zeros(100, device="meta")),
+        r"gradient .* of shape \(10, 10\)": replace(good, gradient=good.gradient.reshape(10, 10)),
+        "parameter .* needs 100 contiguous": replace(good, parameter=wide[: 2 * 100 : 2]),
+        r"moment .* of shape \(99,\) .* needs 100 ": replace(good, moments=(good.moments[0], good.moments[1][1:])),
         "gradient is torch.float64": replace(good, gradient=torch.zeros(100, dtype=torch.float64)),
         "master is torch.bfloat16": replace(good, master=torch.zeros(100, dtype=torch.bfloat16)),
         "parameter is torch.float32": replace(good, parameter=torch.zeros(100)),
-        r"moments\[0\] is torch.float16": replace(
-            good, moments=(torch.zeros(100, dtype=torch.float16), good.moments[1])
-        ),
-        "split master .* keep an fp32 master for torch.float16": replace(
+        "moment is torch.float16": replace(good, moments=(torch.zeros(100, dtype=torch.float16), good.moments[1])),
+        "parameter is torch.float16 .* of torch.bfloat16 on": replace(
             good, master=halves, parameter=torch.zeros(100, dtype=torch.float16)
         ),
-        "split master .* keep an fp32 master for fp32": replace(good, master=halves, parameter=None),
+        "split master needs a bf16 parameter": replace(good, master=halves, parameter=None),
         "overlap": replace(good, gradient=wide[:100], parameter=wide[50:150]),
-        "Adam needs two moments": replace(good, moments=good.moments[:1]),
-        "SGD one or none": replace(good, moments=good.moments * 2),
-        "SGD with momentum=0.9 needs 1 moments, this segment has 0": replace(good, moments=(), rule=SGD),
-        "SGD with momentum=0.0 needs 0 moments": replace(
-            good, moments=good.moments[:1], rule=replace(SGD, momentum=0.0)
+        "Adam needs two moments, this segment has 1": replace(good, moments=good.moments[:1]),
+        "Adam needs two moments, this segment has 4": replace(
+            good, moments=(*good.moments, *(moment.clone() for moment in good.moments))
         ),
-        "step=0": replace(good, rule=replace(ADAM, step=0)),
-        "start=-1": replace(good, start=-1),
-        "no rule": replace(good, rule=None),
+    }
+    return {message: (segment, ADAMW) for message, segment in segments.items()} | {
+        "SGD with momentum=0.9 needs 1 moments, this segment has 0": (replace(good, moments=()), SGD),
+        "SGD with momentum=0.0 needs 0 moments": (replace(good, moments=good.moments[:1]), replace(SGD, momentum=0.0)),
     }
 
 
 @pytest.mark.parametrize("simd", [NATIVE[0], Simd.TORCH])
 @pytest.mark.parametrize("message", bad_segments())
 def test_a_segment_that_would_be_read_wrongly_is_refused(message: str, simd: Simd) -> None:
+    bad, rule = bad_segments()[message]
     with pytest.raises(ValueError, match=message):
-        pool(simd).update([bad_segments()[message]], 1.0)
+        update(pool(simd), [bad], rule, 1.0)
 
 
 def test_a_split_master_whose_high_half_is_the_gradients_slot_is_refused() -> None:
-    halves = random_segment(100, Format(split=True), ADAMW)
+    halves = random_segment(100, Format(split=True))
     assert halves.parameter is not None
     with pytest.raises(ValueError, match="overlap"):
-        pool().update([replace(halves, gradient=halves.parameter)], 1.0)
+        pool().prepare([replace(halves, gradient=halves.parameter)])
 
 
 def test_a_batch_wants_a_rule_for_each_segment() -> None:
     batch = pool().prepare([segment(), segment()])
-    with pytest.raises(ValueError, match="1 rules for 2 segments"):
-        batch.run([ADAMW], 1.0)
+    for rules in ([ADAMW], [ADAMW] * 3):
+        with pytest.raises(ValueError, match="zip"):
+            pool().update([(batch, rules)], 1.0)
 
 
 def test_accumulate_wants_an_fp32_total_of_the_same_length() -> None:
-    with pytest.raises(ValueError, match=r"total must be torch\.float32 of 4 elements"):
+    with pytest.raises(ValueError, match=r"total is .* of shape \(3,\) .* needs 4 .* torch\.float32"):
         pool().accumulate(torch.zeros(3), torch.zeros(4), first=True)
-    with pytest.raises(ValueError, match="must be 1-D"):
+    with pytest.raises(ValueError, match=r"total is .* needs 4 contiguous"):
         pool().accumulate(torch.zeros(2, 2), torch.zeros(4), first=True)
     with pytest.raises(ValueError, match=r"values is torch\.int64"):
         pool().square_sum(torch.arange(3))
@@ -234,15 +234,16 @@ def test_accumulate_wants_an_fp32_total_of_the_same_length() -> None:
 
 def test_nothing_to_do_is_fine() -> None:
     pool().update([], 1.0)
-    pool().update([segment(0)], 1.0)
+    update(pool(), [], ADAMW, 1.0)
+    update(pool(), [segment(0)], ADAMW, 1.0)
 
 
-@pytest.mark.parametrize(("mine", "threads", "beside"), [(16, 15, 13), (8, 7, 5), (4, 3, 3), (2, 2, 2)])
+@pytest.mark.parametrize(("mine", "threads", "crowded"), [(16, 15, 13), (8, 7, 5), (4, 3, 3), (2, 2, 2)])
 def test_some_of_many_cores_are_left_to_those_who_drive_a_device(
-    mine: int, threads: int, beside: int, monkeypatch: pytest.MonkeyPatch
+    mine: int, threads: int, crowded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "share", lambda: cores.Share(mine, ()))
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert pipeline.default_threads(cuda) == threads
-    assert pipeline.default_threads(cuda, beside_backward=True) == beside
-    assert pipeline.default_threads(cpu, beside_backward=True) == mine
+    assert pipeline.default_threads(cuda, during_backward=True) == crowded
+    assert pipeline.default_threads(cpu, during_backward=True) == mine

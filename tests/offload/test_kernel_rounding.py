@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.offload.host import ADAMW, NATIVE, SGD, pool
-from zeroshard.offload.kernel import AdamRule, Segment, Simd
+from tests.offload.host import ADAMW, NATIVE, SGD, pool, update
+from zeroshard.offload.kernel import Segment
+from zeroshard.offload.library import Simd
+from zeroshard.offload.rules import AdamRule
 
 # With both betas 0 the moments are the gradient and its square, so that any value can be rounded.
 PLAIN = replace(ADAMW, beta1=0.0, beta2=0.0, lr=0.0)
@@ -21,7 +23,7 @@ def rounded(
     """Values and their squares, as bf16 moments."""
     moments = tuple(torch.zeros(len(values), dtype=torch.bfloat16) for _ in range(2))
     rule = replace(PLAIN, step=step)
-    pool(simd).update([Segment(values, torch.zeros(len(values)), None, moments, rule, key, start)], 1.0, seed)
+    update(pool(simd), [Segment(values, torch.zeros(len(values)), None, moments, key, start)], rule, 1.0, seed)
     return moments[0], moments[1]
 
 
@@ -87,9 +89,9 @@ def test_the_second_moment_does_not_stick_at_beta2_0_999() -> None:
     count, steps = 20_000, 1000
     moments = (torch.zeros(count, dtype=torch.bfloat16), torch.ones(count, dtype=torch.bfloat16))
     gradient, master = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count)
-    batch = pool().prepare([Segment(gradient, master, None, moments, None, 0, 0)])
+    batch = pool().prepare([Segment(gradient, master, None, moments, 0, 0)])
     for step in range(1, steps + 1):
-        batch.run([replace(ADAMW, step=step)], 1.0)
+        pool().update([(batch, [replace(ADAMW, step=step)])], 1.0)
     assert float(moments[1].float().mean()) == pytest.approx(0.999**steps, rel=0.005)
 
 
@@ -102,7 +104,7 @@ def test_the_second_moment_finds_the_mean_of_the_squares() -> None:
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 1501):
         gradient = torch.randn(count, generator=generator)
-        pool().update([Segment(gradient, master, None, moments, replace(rule, step=step), 0, 0)], 1.0)
+        update(pool(), [Segment(gradient, master, None, moments, 0, 0)], replace(rule, step=step), 1.0)
         exact.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
     relative = moments[1].float() / exact - 1
     assert abs(float(relative.mean())) < 0.002
@@ -114,8 +116,8 @@ def test_inf_and_nan_stay_and_nothing_finite_becomes_inf(simd: Simd) -> None:
     largest, edge = torch.finfo(torch.float32).max, torch.finfo(torch.bfloat16).max
     kinds = torch.tensor([torch.inf, -torch.inf, torch.nan, largest, -largest, 1e19, 1.8e19])
     buffer = torch.zeros(7000, dtype=torch.bfloat16)  # SGD's first is the gradient itself
-    rule = replace(SGD, first=True, weight_decay=0.0)
-    pool(simd).update([Segment(kinds.repeat(1000), torch.zeros(7000), None, (buffer,), rule, 0, 0)], 1.0)
+    rule = replace(SGD, step=1, weight_decay=0.0)
+    update(pool(simd), [Segment(kinds.repeat(1000), torch.zeros(7000), None, (buffer,), 0, 0)], rule, 1.0)
     columns = buffer.reshape(1000, 7).float().unbind(1)
     assert columns[0].isposinf().all()
     assert columns[1].isneginf().all()

@@ -32,7 +32,7 @@ from tests.offload.scenarios import (
 from tests.ranks import on_ranks
 from tests.storages import live_bytes
 from zeroshard import Offload, OffloadError, StallError
-from zeroshard.offload import pipeline
+from zeroshard.offload.kernel import Pool
 from zeroshard.system import machine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,17 +170,17 @@ def test_an_update_that_fails_is_heard_in_the_next_call_and_in_all_later_ones(st
     def fail(*_: object) -> None:
         raise ArithmeticError("the kernel is ill")
 
-    original = pipeline.run_together
+    original = Pool.update
     for offload in (Offload(), IN_BACKWARD, Offload(delayed_update_after=0), READ_BACK):
         model, optimizer = sharded(offload, stage=stage, **BF16)
         train(model, optimizer, range(1))
         zeroshard.synchronize(model)
-        pipeline.run_together = fail
+        Pool.update = fail
         try:
             with pytest.raises(OffloadError, match="the kernel is ill") as first:
                 train(model, optimizer, range(1, 4))
         finally:
-            pipeline.run_together = original
+            Pool.update = original
         causes = [first.value.__cause__, getattr(first.value.__cause__, "__cause__", None)]
         assert any(isinstance(cause, ArithmeticError) for cause in causes)
         for call in (
@@ -198,20 +198,20 @@ def test_an_update_that_fails_on_one_rank_is_known_by_name_on_the_others() -> No
     def fail(*_: object) -> None:
         raise ArithmeticError("the kernel is ill")
 
-    original, rank = pipeline.run_together, dist.get_rank()
+    original, rank = Pool.update, dist.get_rank()
     for stage in (2, 3):
         model, optimizer = sharded(Offload(), stage=stage, stall_timeout=4.0, **BF16)
         train(model, optimizer, range(1))
         zeroshard.synchronize(model)
         dist.barrier()
         if rank == 1:
-            pipeline.run_together = fail
+            Pool.update = fail
         began = time.monotonic()
         try:
             with pytest.raises(OffloadError if rank == 1 else StallError) as raised:
                 train(model, optimizer, range(1, 4))
         finally:
-            pipeline.run_together = original
+            Pool.update = original
         if rank == 0:
             expected = (
                 r"rank 0 waited for .*, and rank 1 failed: the host's update failed \(ArithmeticError: the kernel"

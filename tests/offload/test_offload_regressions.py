@@ -153,7 +153,7 @@ def test_reading_gathered_parameters_keeps_no_copy_of_the_masters() -> None:
     model, _ = shard(offload=Offload(split_master=True, read_back=True))
     with zeroshard.gathered(model):
         pass
-    assert all(flat._old_master is None for unit in runtime_of(model).units for flat in unit.flats)
+    assert all(flat.home._before_write is None for unit in runtime_of(model).units for flat in unit.flats)
 
 
 def test_state_cannot_be_assigned() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.offload.kernel import AdamRule, SGDRule
-from zeroshard.offload.rules import check_has_kernel, moment_names, rule_of
+from zeroshard.offload.rules import AdamRule, SGDRule, check_has_kernel, moment_names, rule_of
 
 
 def members() -> list[nn.Parameter]:
@@ -63,8 +62,8 @@ def test_moments_have_the_names_that_torch_gives_them() -> None:
         optimizer = make([parameter])
         parameter.grad = gradient.clone()
         optimizer.step()
-        kept = [name for name, v in optimizer.state[parameter].items() if v is not None and name != "step"]
-        assert tuple(kept) == names == moment_names(optimizer)
+        found = [name for name, v in optimizer.state[parameter].items() if v is not None and name != "step"]
+        assert tuple(found) == names == moment_names(optimizer)
 
 
 def test_a_rule_has_the_groups_values_not_the_defaults_and_does_not_follow_later_changes() -> None:
@@ -100,7 +99,7 @@ def test_weight_decay_is_decoupled_in_adamw_and_where_adam_is_told_so() -> None:
         assert rule.decoupled is decoupled
 
 
-def test_the_first_step_of_sgd_is_marked() -> None:
+def test_a_rule_of_sgd_has_the_groups_values_and_the_steps_number() -> None:
     optimizer = torch.optim.SGD(members(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.5)
     for step in (1, 2):
         assert rule_of(optimizer, optimizer.param_groups[0], step) == SGDRule(
@@ -110,6 +109,5 @@ def test_the_first_step_of_sgd_is_marked() -> None:
             nesterov=True,
             weight_decay=0.5,
             maximize=False,
-            first=step == 1,
             step=step,
         )

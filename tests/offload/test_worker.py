@@ -174,9 +174,9 @@ print("leaving", flush=True)
 BUSY_MODELS = """
 import time, torch, zeroshard
 from tests.models import loss_of, net
-from zeroshard.offload import pipeline
+from zeroshard.offload.kernel import Pool
 torch.set_num_threads(1)
-original = pipeline.run_together
+original = Pool.update
 def slow(*args):
     time.sleep(0.2)
     original(*args)
@@ -194,13 +194,13 @@ def begun(**options):
 
 ENDS = {
     "after a step": """
-pipeline.run_together = slow
+Pool.update = slow
 models = [begun(), begun(delayed_update_after=0), begun(update_in_backward=True)]
 loss_of(models[1][0], 1).backward()  # waits, on the host, for the update that has hardly begun
 print("leaving", flush=True)
 """,
     "after a failure": """
-pipeline.run_together = fail
+Pool.update = fail
 models = []
 for options in ({}, {"update_in_backward": True}, {"split_master": True, "read_back": True}):
     try:
@@ -213,7 +213,7 @@ print("leaving", flush=True)
     "by Ctrl-C": """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
-pipeline.run_together = slow
+Pool.update = slow
 models = [begun(), begun(delayed_update_after=0)]
 print("leaving", flush=True)
 zeroshard.synchronize(models[0][0])

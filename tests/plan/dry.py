@@ -16,7 +16,7 @@ from zeroshard.train.tensor_parallel import parallelise
 def dry_gpt(
     config: ModelConfig, world: int, *, batch: int = 1, degree: int = 1, real: bool = False, **options: Any
 ) -> DryRun:
-    """One rank of ``world`` in bf16, of which ``degree`` neighbours share a replica; ``real``: on a GPU."""
+    """Runs one rank of ``world`` in bf16. ``degree`` neighbouring ranks share a replica. ``real``: on a GPU."""
 
     def loss(model: nn.Module) -> Tensor:
         tokens = torch.zeros(batch, config.sequence, dtype=torch.long, device="cuda" if real else "cpu")

@@ -1,4 +1,4 @@
-"""What `zeroshard plan --model module:factory` is given in tests."""
+"""Functions that tests pass to `zeroshard plan --model module:factory`."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ def masked() -> Any:
 
 
 llama = fixed
-"""Has the name of an animal, which a terminal may have a picture of."""
+"""A function with the name of an animal, which a terminal might print as a picture."""

@@ -1,4 +1,4 @@
-"""Memory and volume: the papers' numbers, and our own runtime's bounds."""
+"""Planned memory and volume: the papers' numbers, and the bounds of this runtime."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zeroshard.config.options import Activations
 from zeroshard.plan.activations import paper_activations, transformer_activations
 from zeroshard.plan.budget import budget
 from zeroshard.plan.device_memory import Phase
-from zeroshard.plan.memory import StateBytes
+from zeroshard.plan.formulas import paper_memory, total_bytes
+from zeroshard.plan.module_trace import units_of
 from zeroshard.plan.rank_memory import RankMemory
 from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.traced import units_of
 from zeroshard.plan.units import transformer_units
 from zeroshard.plan.volume import volume
 
@@ -40,30 +40,30 @@ TABLE_2 = {
     8: (16, 60.8, 115.2, 1000),
     16: (32, 121.6, 230.4, 2000),
 }
-"""By model-parallel degree, billions of parameters on 32 GB with N = 64; the last column is printed as 0.5T, 1T, 2T."""
+"""By model-parallel degree: billions of parameters on 32 GB with N = 64. Last column in print: 0.5T, 1T, 2T."""
 
 
-def states(psi: float) -> StateBytes:
-    return StateBytes(int(2 * psi), int(2 * psi), int(12 * psi))
+def states(psi: float, stage: int, world: int) -> float:
+    return total_bytes(paper_memory(stage, world, "bf16").device, psi)
 
 
 def made_of(psi: int, **more: int) -> Transformer:
-    """A model that is nearly all blocks, of about so many parameters."""
+    """A model with about this number of parameters, almost all of them in blocks."""
     hidden = round(math.sqrt(psi / 12 / 100) / 128) * 128
     return Transformer(layers=round(psi / (12 * hidden**2)), hidden=hidden, heads=hidden // 128, vocabulary=256, **more)
 
 
 def test_figure_1() -> None:
-    assert [round(states(7.5e9).per_rank(stage, 64) / GB, 1) for stage in range(4)] == [120.0, 31.4, 16.6, 1.9]
+    assert [round(states(7.5e9, stage, 64) / GB, 1) for stage in range(4)] == [120.0, 31.4, 16.6, 1.9]
 
 
 @pytest.mark.parametrize("world", TABLE_1)
 @pytest.mark.parametrize("size", range(3))
 def test_every_cell_of_table_1(world: int, size: int) -> None:
-    """Large values are printed truncated, small ones rounded."""
+    """The paper truncates large values and rounds small values."""
     for stage, printed in zip((1, 2, 3), TABLE_1[world][size].split(), strict=True):
         digits = len(printed.partition(".")[2])
-        value = states(SIZES[size]).per_rank(stage, world) / GB
+        value = states(SIZES[size], stage, world) / GB
         truncated = math.floor(value * 10**digits + 1e-9) / 10**digits
         rounded = abs(value - float(printed)) <= 0.5 / 10**digits + 1e-9
         assert rounded or float(printed) == truncated, f"stage {stage}: {value}, printed {printed}"
@@ -72,7 +72,7 @@ def test_every_cell_of_table_1(world: int, size: int) -> None:
 @pytest.mark.parametrize("degree", TABLE_2)
 def test_the_theory_columns_of_table_2(degree: int) -> None:
     for stage, printed in enumerate(TABLE_2[degree]):
-        largest = degree * 32 * GB / states(1e9).per_rank(stage, 64) * 1e9
+        largest = degree * 32 * GB / states(1e9, stage, 64) * 1e9
         assert largest / 1e9 == pytest.approx(printed, rel=0.03)
 
 
@@ -81,7 +81,7 @@ def test_the_theory_columns_of_table_2(degree: int) -> None:
 def test_the_plan_of_a_real_shape_agrees_with_the_papers_formula_within_one_percent(stage: int, world: int) -> None:
     model = made_of(7_500_000_000)
     planned = budget(model, Setup(stage=stage, world=world)).at_step.model_states
-    assert planned == pytest.approx(states(model.parameters).per_rank(stage, world), rel=0.01)
+    assert planned == pytest.approx(states(model.parameters, stage, world), rel=0.01)
 
 
 def test_offload_leaves_two_bytes_a_parameter_on_the_device_and_fourteen_on_the_host() -> None:
@@ -106,7 +106,7 @@ def test_offload_leaves_two_bytes_a_parameter_on_the_device_and_fourteen_on_the_
     ],
 )
 def test_host_bytes_a_parameter_of_every_option(options: dict[str, object], bytes_a_parameter: float) -> None:
-    """Beside buffers that units take turns with, and as far as units can be divided."""
+    """Without the buffers that units share in turn. Fractions are exact only up to whole units."""
     model = Transformer(layers=400, hidden=512, heads=4, vocabulary=256)
     stage = 3 if "parameters" in options else 2
     needs = budget(model, Setup(stage=stage, world=2, offload=Offload(**options)))  # type: ignore[arg-type]
@@ -117,14 +117,14 @@ def test_host_bytes_a_parameter_of_every_option(options: dict[str, object], byte
 
 
 def test_the_activations_of_section_3() -> None:
-    """1.5B, sequence 1K, batch 32: 60 GB, and about 8 GB with checkpointing; the printed ones are rounded freely."""
+    """1.5B, sequence 1K, batch 32: 60 GB, and about 8 GB with checkpointing. The paper rounds generously."""
     setup = Setup(stage=0, batch=32, sequence=1024, checkpointing=False)
     assert paper_activations(GPT2, setup) / GB == pytest.approx(60, rel=0.01)
     assert 5 < paper_activations(GPT2, replace(setup, checkpointing=True)) / GB < 8
 
 
 def test_the_slip_of_section_6_counts_one_byte_an_element() -> None:
-    """Printed are 33 GB, and 2 GB divided among 16; in 16 bit the formula gives twice that."""
+    """The paper prints 33 GB, and 2 GB if divided among 16. With 2 bytes an element the formula gives twice that."""
     model = Transformer(layers=125, hidden=8192, heads=64, vocabulary=50257, positions=1024)
     setup = Setup(stage=2, model_parallel=16, batch=32, sequence=1024)
     whole, divided = paper_activations(model, setup), paper_activations(model, setup, divided=True)
@@ -132,7 +132,7 @@ def test_the_slip_of_section_6_counts_one_byte_an_element() -> None:
     assert (math.floor(whole / 2 / GB), math.floor(divided / 2 / GB)) == (33, 2)
 
 
-def test_our_own_blocks_leave_sixteen_tensors_and_checkpointing_one() -> None:
+def test_our_own_blocks_save_sixteen_tensors_and_one_with_checkpointing() -> None:
     tensor = 2 * 32 * 1024 * 1600
 
     def of_one_block(checkpointing: bool) -> int:
@@ -157,7 +157,7 @@ def test_model_parallelism_divides_blocks_and_what_is_inside_them() -> None:
 # -- phases -----------------------------------------------------------------------------------------------------------
 
 
-def test_where_the_peak_is_depends_on_the_job() -> None:
+def test_the_phase_of_the_peak_depends_on_the_job() -> None:
     assert budget(GPT2, Setup(stage=2, world=64, batch=8)).phase is Phase.LOSS, "logits of a large vocabulary"
     assert budget(GPT2, Setup(stage=0, batch=1, sequence=128)).phase is Phase.UPDATE, "nothing but the optimizer's"
     small = replace(GPT2, vocabulary=256)
@@ -188,14 +188,14 @@ def test_a_block_above_the_limit_is_several_units_of_the_same_size_in_all() -> N
 # -- volume -----------------------------------------------------------------------------------------------------------
 
 
-def test_volume_is_two_psi_and_three_less_what_is_kept() -> None:
+def test_volume_is_two_psi_and_in_stage_3_three_psi_less_psi_kept() -> None:
     model = made_of(7_500_000_000)
     in_psi = [volume(model, Setup(stage=stage, world=64)).elements / model.parameters for stage in range(4)]
     assert in_psi[:3] == pytest.approx([2, 2, 2], rel=1e-3)
     assert 2.95 < in_psi[3] < 3
 
 
-def test_volume_of_several_micro_batches_that_are_reduced_each() -> None:
+def test_volume_of_several_micro_batches_if_each_is_reduced() -> None:
     model, times = made_of(7_500_000_000), 4
     found = [volume(model, Setup(stage=s, world=64, micro_batches=times, keep=0)).elements for s in range(4)]
     assert [size / model.parameters for size in found] == pytest.approx([8, 5, 5, 12], rel=0.01)
@@ -219,7 +219,7 @@ def test_traffic_between_host_and_device(options: dict[str, object], bytes_a_par
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("offload", [None, Offload(), Offload(host_fraction=0.4), Offload(update_in_backward=True)])
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_no_peak_is_missed_in_the_midst_of_equal_blocks(stage: int, offload: Offload | None, checkpoints: bool) -> None:
+def test_no_peak_is_missed_between_equal_blocks(stage: int, offload: Offload | None, checkpoints: bool) -> None:
     wide = Transformer(layers=70, hidden=12800, heads=100, vocabulary=50257, positions=1024)
     jobs = ((1, 32, 1, 0), (64, 1, 1, 1), (64, 4, 9, 8))
     for model, (world, batch, prefetch, keep) in product((replace(GPT2, layers=70), wide), jobs):
@@ -229,7 +229,7 @@ def test_no_peak_is_missed_in_the_midst_of_equal_blocks(stage: int, offload: Off
         ends, every = (
             RankMemory(setup, units_of(model, setup), transformer_activations(model, setup), 0, 0) for _ in range(2)
         )
-        every._looked_at = list(range(len(every.units)))
-        assert len(ends._looked_at) < len(every._looked_at)
+        every._peak_candidates = list(range(len(every.units)))
+        assert len(ends._peak_candidates) < len(every._peak_candidates)
         highest, found = (max(rank.moments(), key=lambda at: sum(at[1].values())) for rank in (every, ends))
         assert found == highest

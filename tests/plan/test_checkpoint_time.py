@@ -1,4 +1,4 @@
-"""When divided and offloaded checkpoints move, against examples that were worked out by hand."""
+"""The times of divided and offloaded checkpoints, compared with examples that were computed by hand."""
 
 from __future__ import annotations
 
@@ -8,62 +8,63 @@ import pytest
 
 from zeroshard import Activations
 from zeroshard.plan.checkpoint_time import CheckpointTime
+from zeroshard.plan.collective_time import ring
 from zeroshard.plan.machine_profile import Link, Pcie, load
-from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import StepTime, step_time
-from zeroshard.plan.timeline import Lane, Span, Timeline
+from zeroshard.plan.timeline import Interval, Resource, Timeline
 
 H200 = load("h200")
 SLOW = replace(H200, inside=Link(latency=0.0, bandwidth=0.5e6), pcie=Pcie(down=0.5e6, up=0.25e6))
 NARROW = Transformer(layers=3, hidden=1000, heads=8, vocabulary=256)
-"""A checkpoint of 1000 tokens in 16 bits is 2 MB; a fourth of it takes 1 s down and 2 s up, gathering all of it 3 s."""
+"""A checkpoint of 1000 tokens in 16 bits is 2 MB. A fourth takes 1 s down and 2 s up. Gathering all parts takes 3 s."""
 
 
-def checkpoints(timeline: Timeline, kept: Activations) -> CheckpointTime:
-    setup = Setup(stage=2, model_parallel=4, sequence=1000, activations=kept)
+def checkpoints(timeline: Timeline, activations: Activations) -> CheckpointTime:
+    setup = Setup(stage=2, model_parallel=4, sequence=1000, activations=activations)
     return CheckpointTime(NARROW, setup, SLOW, ring(SLOW, 4, 1), timeline)
 
 
-def test_parts_go_down_behind_forward_and_come_up_before_they_are_gathered() -> None:
+def test_parts_go_down_during_forward_and_come_up_before_they_are_gathered() -> None:
     timeline = Timeline()
     found = checkpoints(timeline, Activations(partition=True, offload=True))
     begins = []
     for _ in range(3):
-        begins.append(found.keep())
-        timeline.run(Lane.DEVICE, 0.1, begins[-1])
+        begins.append(found.send())
+        timeline.run(Resource.DEVICE, 0.1, begins[-1])
     assert begins == [0.0, 0.0, 1.0], "two may be on their way; the third waits until the first has left"
-    assert timeline.free(Lane.DEVICE) == pytest.approx(1.1)
-    assert timeline.free(Lane.DOWN) == pytest.approx(3.0)
+    assert timeline.free(Resource.DEVICE) == pytest.approx(1.1)
+    assert timeline.free(Resource.PCIE_DOWN) == pytest.approx(3.0)
     takes = []
     for block in (2, 1, 0):
-        takes.append(found.take(block))
-        timeline.run(Lane.DEVICE, 1.0, takes[-1])
-    # The last has left at 3: up 3-5 and gathered 5-8, the one before 8-10 and 10-13. The first is asked for when the
-    # second is, at 9 when the device is done with the last, and has its turn after it: 13-15 and 15-18.
+        takes.append(found.bring_back(block))
+        timeline.run(Resource.DEVICE, 1.0, takes[-1])
+    # The last checkpoint has left at 3. It comes up at 3-5 and is gathered at 5-8; the one before at 8-10 and 10-13.
+    # At 9 the device has recomputed the last block and asks for the second and the first. The first one comes after the
+    # second: up at 13-15, gathered at 15-18.
     assert takes == pytest.approx([8.0, 13.0, 18.0])
-    spent = timeline.exposed(Span(3.0, 19.0), Lane.DEVICE, Lane.INSIDE, Lane.UP)
-    assert spent == pytest.approx({Lane.DEVICE: 3.0, Lane.INSIDE: 9.0, Lane.UP: 6 - 2.0})
+    spent = timeline.exposed(Interval(3.0, 19.0), Resource.DEVICE, Resource.NODE_LINKS, Resource.PCIE_UP)
+    assert spent == pytest.approx({Resource.DEVICE: 3.0, Resource.NODE_LINKS: 9.0, Resource.PCIE_UP: 6 - 2.0})
 
 
-def test_without_offload_the_host_is_not_asked_and_without_division_nobody_else_is() -> None:
+def test_without_offload_nothing_is_copied_and_without_division_nothing_is_gathered() -> None:
     divided, timeline = Activations(partition=True), Timeline()
     found = checkpoints(timeline, divided)
-    assert [found.keep() for _ in range(3)] == [0.0, 0.0, 0.0]
-    assert [found.take(block) for block in (2, 1, 0)] == pytest.approx([3.0, 6.0, 9.0])
-    assert timeline.free(Lane.DOWN) == timeline.free(Lane.UP) == 0
+    assert [found.send() for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert [found.bring_back(block) for block in (2, 1, 0)] == pytest.approx([3.0, 6.0, 9.0])
+    assert timeline.free(Resource.PCIE_DOWN) == timeline.free(Resource.PCIE_UP) == 0
     whole, timeline = Activations(offload=True, prefetch=0), Timeline()
     found = checkpoints(timeline, whole)
-    assert [found.keep() for _ in range(3)] == [0.0, 0.0, 4.0]
-    assert [found.take(block) for block in (2, 1, 0)] == pytest.approx([12 + 8, 12 + 16, 12 + 24])
-    assert timeline.free(Lane.INSIDE) == 0
+    assert [found.send() for _ in range(3)] == [0.0, 0.0, 4.0]
+    assert [found.bring_back(block) for block in (2, 1, 0)] == pytest.approx([12 + 8, 12 + 16, 12 + 24])
+    assert timeline.free(Resource.NODE_LINKS) == 0
 
 
 WIDE = Transformer(layers=24, hidden=4096, heads=32, vocabulary=256, positions=1024)
 
 
-def times(kept: Activations | None, machine: object = H200, **options: int) -> StepTime:
-    setup = Setup(**{"stage": 0, "model_parallel": 8, "batch": 16, "activations": kept} | options)  # type: ignore[arg-type]
+def times(activations: Activations | None, machine: object = H200, **options: int) -> StepTime:
+    setup = Setup(**{"stage": 0, "model_parallel": 8, "batch": 16, "activations": activations} | options)  # type: ignore[arg-type]
     return step_time(WIDE, setup, machine)  # type: ignore[arg-type]
 
 
@@ -71,13 +72,13 @@ STREAM = 16 * 1024 * 4096 * 2  # bytes of a checkpoint
 
 
 @pytest.mark.parametrize("max_unit_bytes", [1 << 30, 16 << 20])
-def test_only_the_first_checkpoint_of_a_backward_is_waited_for(max_unit_bytes: int) -> None:
+def test_a_backward_waits_only_for_its_first_checkpoint(max_unit_bytes: int) -> None:
     plain, divided, offloaded = (
-        times(kept, max_unit_bytes=max_unit_bytes)
-        for kept in (None, Activations(partition=True), Activations(partition=True, offload=True))
+        times(activations, max_unit_bytes=max_unit_bytes)
+        for activations in (None, Activations(partition=True), Activations(partition=True, offload=True))
     )
     gather, up = ring(H200, 8, 1).seconds(STREAM), STREAM / 8 / H200.pcie.up
-    assert divided.exposed_inside - plain.exposed_inside == pytest.approx(gather)
+    assert divided.exposed_node_links - plain.exposed_node_links == pytest.approx(gather)
     assert divided.total - plain.total == pytest.approx(gather)
     assert offloaded.total - plain.total == pytest.approx(gather + up)
     assert offloaded.exposed_pcie == pytest.approx(up)
@@ -85,7 +86,7 @@ def test_only_the_first_checkpoint_of_a_backward_is_waited_for(max_unit_bytes: i
 
 def test_every_micro_batch_has_its_checkpoints() -> None:
     for count in (2, 5):
-        plain, divided = (times(kept, micro_batches=count).total for kept in (None, Activations(partition=True)))
+        plain, divided = (times(way, micro_batches=count).total for way in (None, Activations(partition=True)))
         assert divided - plain == pytest.approx(count * ring(H200, 8, 1).seconds(STREAM))
 
 
@@ -98,5 +99,5 @@ def test_a_slow_link_to_the_host_is_what_a_step_waits_for() -> None:
 def test_what_stays_on_the_device_takes_no_time() -> None:
     assert times(Activations()) == times(None)
     recomputed_by_nobody = Setup(stage=0, model_parallel=8, batch=16, checkpointing=False)
-    kept = replace(recomputed_by_nobody, activations=Activations(partition=True))
-    assert step_time(WIDE, kept, H200) == step_time(WIDE, recomputed_by_nobody, H200)
+    divided = replace(recomputed_by_nobody, activations=Activations(partition=True))
+    assert step_time(WIDE, divided, H200) == step_time(WIDE, recomputed_by_nobody, H200)

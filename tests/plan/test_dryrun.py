@@ -1,4 +1,4 @@
-"""A dry run is the real runtime without peers: what it holds is the paper's formula, what it moves is counted."""
+"""A dry run is the real runtime without other ranks: its memory follows the paper's formula, its volume is counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIGURE_1 = {0: 16, 1: 4 + 12 / 64, 2: 2 + 14 / 64, 3: 16 / 64}
 
 
 @pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
-def test_a_rank_of_64_holds_what_figure_1_says_of_a_model_that_no_machine_here_could_hold(stage: int) -> None:
+def test_a_rank_of_64_has_the_memory_of_figure_1_for_a_model_that_fits_on_no_machine_here(stage: int) -> None:
     result = dry_gpt(BILLIONS, 64, stage=stage)
     assert result.parameters > 7e9
     assert result.at_step.model_states == pytest.approx(FIGURE_1[stage] * result.parameters, rel=0.01)
@@ -74,7 +74,7 @@ OFFLOADS = {
 @pytest.mark.parametrize("world", [slow(1), 8])
 @pytest.mark.parametrize("name", quick(OFFLOADS, "stage 2", "in backward", "parameters too", "a budget", "delayed"))
 def test_offloads_run_dry_too_and_are_as_planned(name: str, world: int) -> None:
-    """No memory is taken, no kernel runs; device and host are told apart, and nothing is left to chance."""
+    """No memory is used and no kernel runs. Device and host are counted separately."""
     stage, precision, offload = OFFLOADS[name]
     seen = dry_gpt(OFFLOADED, world, stage=stage, precision=precision, offload=offload)
     setup = Setup(stage=stage, world=world, offload=offload, precision=precision, sequence=128)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_offloads_run_dry_too_and_are_as_planned(name: str, world: int) -> None:
 def test_a_fraction_that_the_run_chooses_is_what_is_planned(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "available_memory", lambda: 4 * 1_200_000)  # of which model states take six tenths
+    monkeypatch.setattr(machine, "available_memory", lambda: 4 * 1_200_000)  # model states take six tenths of it
     asked = ["dryrun", "tiny", "--world", "4", "--stage", "2", "--offload", "cpu", "--without-gpu"]
     states = {}
     for fraction in ("0.0", "auto", "1.0"):
@@ -119,7 +119,7 @@ def test_the_command_prints_the_table_and_names_bad_input(capsys: pytest.Capture
     assert "name a stage and an offload" in capsys.readouterr().err
 
 
-def test_a_cap_on_memory_is_held_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cap_on_memory_is_respected(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["dryrun", "tiny", "--world", "8", "--without-gpu", "--memory-cap"]
     assert main([*asked, "1"]) == 0
     assert main([*asked, "0.001"]) == 1
@@ -128,7 +128,7 @@ def test_a_cap_on_memory_is_held_to(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--memory-cap -1 must be above 0" in capsys.readouterr().err
 
 
-def test_the_command_tells_device_and_host_apart_and_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_counts_device_and_host_separately_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["dryrun", "tiny", "--world", "4", "--stage", "2", "--offload", "cpu", "--without-gpu"]
     assert main(asked) == 0
     assert "on the host, GB" in capsys.readouterr().out
@@ -139,7 +139,7 @@ def test_the_command_tells_device_and_host_apart_and_speaks_json(capsys: pytest.
     assert sum(told["host"].values()) == told["plan"]["host"]
 
 
-def test_what_a_run_says_is_no_part_of_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_of_a_run_are_not_part_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--stage", "2", "--offload", "cpu", "--set", "shard.offload.host_fraction=auto", "--without-gpu")
     assert main(["dryrun", "tiny", "--world", "3", *options, "--json"]) == 0
     said = capsys.readouterr()
@@ -148,7 +148,7 @@ def test_what_a_run_says_is_no_part_of_the_answer(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("keep", ["[]", '["blocks.0"]', '["(root)"]', '["", "blocks.1"]'])
-def test_units_that_are_named_to_be_kept_are_gathered_once(keep: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_units_named_in_keep_are_gathered_once(keep: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--stage", "3", "--set", f"shard.keep={keep}", "--without-gpu", "--json")
     assert main(["dryrun", "tiny", "--world", "3", *options]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -156,7 +156,7 @@ def test_units_that_are_named_to_be_kept_are_gathered_once(keep: str, capsys: py
 
 
 @pytest.mark.slow
-def test_the_command_sets_what_checkpoints_move_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_traffic_of_checkpoints_next_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["dryrun", "tiny", "--world", "8", "--tensor-parallel", "2", "--without-gpu"]
     asked += ["--set", "shard.activations.partition=true", "--set", "shard.activations.offload=true"]
     assert main(asked) == 0

@@ -1,4 +1,4 @@
-"""`zeroshard plan` of a function that builds a module: options of the job count, or are refused with the remedy."""
+"""`zeroshard plan` for a function that builds a module: every option takes effect, or is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def asked(capsys: pytest.CaptureFixture[str], function: str, *argv: str, machine
         ("leaves", [], "building it on the meta device failed: SystemExit: 5"),
     ],
 )
-def test_what_a_module_cannot_follow_is_refused(
+def test_options_without_effect_on_a_module_are_refused(
     function: str, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code("plan", "--model", f"tests.plan.factory:{function}", *HARDWARE, *argv) == 2
@@ -71,18 +71,19 @@ def test_the_title_says_what_is_counted(
 
 def test_checkpointing_and_the_host_take_activations_off_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--batch", "64", "--seq", "1024")
-    plain, kept, away = (
+    plain, checkpointed, away = (
         asked(capsys, "sequences", *argv, *more) for more in ((), ("--checkpointing",), ("--activation-offload",))
     )
-    sizes = [answer["rows"][0]["peak"]["activations"] for answer in (plain, kept, away)]
+    sizes = [answer["rows"][0]["peak"]["activations"] for answer in (plain, checkpointed, away)]
     stream = 64 * 1024 * 256 * 2
     assert sizes[0] > 2 * sizes[1]
     assert sizes[1] > sizes[2]
-    assert plain["rows"][0]["host"]["pinned"] == kept["rows"][0]["host"]["pinned"] == 0
-    assert away["rows"][0]["host"]["pinned"] == 3 * stream  # the first block's input is no activation of the model's
+    assert plain["rows"][0]["host"]["pinned"] == checkpointed["rows"][0]["host"]["pinned"] == 0
+    # The input of the first block needs no gradient, so it is not stored on the host.
+    assert away["rows"][0]["host"]["pinned"] == 3 * stream
     assert away["rows"][0]["volume"]["checkpoints_to_host"] == 3 * stream
-    assert plain["rows"][0]["time"]["step"] < kept["rows"][0]["time"]["step"]
-    calls = [answer["recommended"]["shard"] for answer in (plain, kept, away)]
+    assert plain["rows"][0]["time"]["step"] < checkpointed["rows"][0]["time"]["step"]
+    calls = [answer["recommended"]["shard"] for answer in (plain, checkpointed, away)]
     assert "activations" not in calls[0]
     assert "activations=zeroshard.Activations()" in calls[1]
     assert "activations=zeroshard.Activations(offload=True)" in calls[2]

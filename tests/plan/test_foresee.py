@@ -1,4 +1,4 @@
-"""What ``shard()`` asks the plan: warnings of what cannot fit, and what "auto" stands for."""
+"""The plan inside ``shard()``: warnings about settings that cannot fit, and the choice of "auto"."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def gpu(gigabytes: float, host: float = 100, title: str = "NVIDIA H200") -> Room
     return Room(int(gigabytes * 1e9), int(host * 1e9), title=title)
 
 
-def test_what_fits_is_started_without_a_word() -> None:
+def test_a_setting_that_fits_starts_without_a_message() -> None:
     assert advise(gpu(80), stage=0) == Advice(0, None)
 
 
-def test_what_cannot_fit_is_warned_of_by_kind_with_what_would_fit() -> None:
+def test_a_warning_names_sizes_by_kind_and_what_would_fit() -> None:
     said = advise(gpu(0.6), 8, stage=1).warning
     assert said is not None
     assert "stage 1, offload none will not fit" in said
@@ -51,7 +51,7 @@ def test_what_cannot_fit_is_warned_of_by_kind_with_what_would_fit() -> None:
     assert "not activations, which depend on the batch (pass example=" in said
 
 
-def test_a_host_without_room_is_warned_of_too() -> None:
+def test_a_host_without_room_gives_a_warning_too() -> None:
     said = advise(gpu(80, host=1), stage=2, offload="cpu").warning
     assert said is not None
     assert "1.74 GB of host memory" in said
@@ -104,13 +104,13 @@ def test_decoders_of_hugging_face_are_traced_as_they_train() -> None:
     assert foresight.counts_activations, foresight.activations
 
 
-def test_an_example_that_cannot_be_traced_is_said() -> None:
+def test_a_message_says_that_an_example_cannot_be_traced() -> None:
     said = advise(gpu(1), stage=0, example=(torch.zeros(3, 7, 5),)).warning
     assert said is not None
     assert "not activations, for tracing GPT with example= failed (" in said
 
 
-def test_no_setting_that_fits_is_said() -> None:
+def test_a_message_says_that_no_setting_fits() -> None:
     said = advise(gpu(0.1, host=0.1), 2, stage=3).warning
     assert said is not None
     assert "No stage or offload would fit on 2 rank(s); it takes more ranks" in said
@@ -127,7 +127,7 @@ def test_auto_changes_as_little_as_fits(memory: float, shards: int, stage: int, 
     assert f"stage {stage}, offload {'none' if offload is None else 'cpu'} chosen" in advice.chosen
 
 
-def test_auto_warns_where_nothing_it_may_take_fits() -> None:
+def test_auto_warns_if_no_allowed_setting_fits() -> None:
     advice = advise(gpu(0.1, host=0.1), 8, stage="auto", offload="auto")
     assert advice.chosen is not None
     assert "and even that may not fit" in advice.chosen
@@ -149,7 +149,7 @@ def test_a_stage_that_is_given_stays_and_so_does_an_offload() -> None:
     assert advise(gpu(80), 4, stage="auto", offload=given).stage == 2
 
 
-def test_auto_takes_the_fastest_where_times_are_known() -> None:
+def test_auto_takes_the_fastest_if_times_are_known() -> None:
     said = advise(gpu(80), 8, stage="auto", offload="auto", example=EXAMPLE).chosen
     assert said is not None
     assert "chosen, the fastest that fits (" in said
@@ -191,9 +191,9 @@ def test_precisions_without_masters_are_planned_as_they_run() -> None:
     for _ in range(2):
         model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
         made.step()
-    held = zeroshard.stats(model).memory_at_step
-    assert held is not None
-    assert needs.model_states == pytest.approx(held.model_states, rel=0.01)
+    measured = zeroshard.stats(model).memory_at_step
+    assert measured is not None
+    assert needs.model_states == pytest.approx(measured.model_states, rel=0.01)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""What is planned from a Hugging Face configuration is what the model keeps: for backward, and at its peak."""
+"""The plan of a Hugging Face configuration has the memory of the model: saved for backward, and at the peak."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shape(kind: str, **options: Any) -> Transformer:
 
 
 class AsOnAGPU(TorchFunctionMode):
-    """Dropout by its fused kernel, which keeps a mask of bytes; without that of attention, which keeps only a seed."""
+    """Dropout as on a GPU: the fused kernel saves a mask of bytes. Dropout in attention, which saves a seed, is off."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,46 +64,46 @@ class AsOnAGPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def kept_for_backward(model: nn.Module, run: Callable[[], object]) -> int:
-    """Bytes of the storages that autograd holds on to after a forward pass, but for the model's own."""
+def saved_for_backward(model: nn.Module, run: Callable[[], object]) -> int:
+    """Bytes of the storages that autograd saves in a forward pass, without parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    held: dict[int, Any] = {}
+    storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage  # alive, so that no other has its place
+            storages[storage.data_ptr()] = storage  # stays alive, so that no other storage gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
     assert result is not None
-    return sum(storage.nbytes() for storage in held.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["without dropout", "with dropout"])
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_forward_leaves_is_what_is_planned(kind: str, use_cache: bool, training: bool) -> None:
+def test_forward_saves_as_many_bytes_as_planned(kind: str, use_cache: bool, training: bool) -> None:
     off = {} if training else {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "hidden_dropout": 0.0, "dropout": 0.0}
     options = {"use_cache": use_cache, **off}
     model = built(kind, **options).to(BF16).train(training)
     tokens = torch.randint(300, (BATCH, SEQUENCE))
     with AsOnAGPU():
-        kept = kept_for_backward(model, lambda: model(tokens, labels=tokens).loss)
+        saved = saved_for_backward(model, lambda: model(tokens, labels=tokens).loss)
     setup = Setup(stage=0, batch=BATCH, sequence=SEQUENCE, checkpointing=False)
-    assert transformer_activations(shape(kind, **options), setup).saved == pytest.approx(kept, rel=0.02)
+    assert transformer_activations(shape(kind, **options), setup).saved == pytest.approx(saved, rel=0.02)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "all kept"])
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "all saved"])
 @pytest.mark.parametrize("kind", quick(FAMILIES, "gpt2", "llama"))
 def test_the_peak_is_that_of_a_run_without_values(
     kind: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without dropout, which without a GPU keeps other masks, and without looking for packed sequences in values."""
+    """Dropout is off, because it saves other masks without a GPU. The search for packed sequences needs values."""
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
     batch, sequence = 8, 128
-    kept = zeroshard.Activations() if checkpointing else None
+    activations = zeroshard.Activations() if checkpointing else None
 
     def loss(model: nn.Module) -> Tensor:
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
@@ -118,9 +118,11 @@ def test_the_peak_is_that_of_a_run_without_values(
         real=False,
         stage=2,
         precision="bf16",
-        activations=kept,
+        activations=activations,
     )
-    setup = Setup(stage=2, world=8, batch=batch, sequence=sequence, checkpointing=checkpointing, activations=kept)
+    setup = Setup(
+        stage=2, world=8, batch=batch, sequence=sequence, checkpointing=checkpointing, activations=activations
+    )
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "hidden_dropout": 0.0, "dropout": 0.0}
     needs = budget(shape(kind, use_cache=not checkpointing, **off), setup)
     assert needs.peak.total - WORKSPACE == pytest.approx(seen.peak, rel=0.02), needs.phase
@@ -153,7 +155,7 @@ class Feed(nn.Module):
 
 
 class Wide(compat.OperationWatch):
-    """Counts tensors of the MLP's width: those that are made, and the most that are alive."""
+    """Counts tensors of the MLP's width: all that are made, and the maximum that is alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,10 +173,10 @@ class Wide(compat.OperationWatch):
 
 
 def measured(name: str, gated: bool) -> Iterator[int]:
-    """In the order of ``Activation``."""
+    """The fields of ``Activation``, measured, in their order."""
     feed, x = Feed(name, gated), torch.randn(TOKENS, 8, requires_grad=True)
-    kept = kept_for_backward(feed, lambda: feed(x)) // (4 * TOKENS * WIDTH)
-    yield kept
+    saved = saved_for_backward(feed, lambda: feed(x)) // (4 * TOKENS * WIDTH)
+    yield saved
     with torch.no_grad(), Wide() as forward:
         feed(x)
     yield forward.most
@@ -182,13 +184,13 @@ def measured(name: str, gated: bool) -> Iterator[int]:
         loss = feed(x).sum()
         backward.most = 0
         loss.backward()
-    yield backward.most - kept
-    yield forward.made - 1  # all but what the first matrix gives
+    yield backward.most - saved
+    yield forward.made - 1  # without the output of the first matrix
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_keeps_and_makes_as_many_tensors_as_is_planned(name: str, gated: bool) -> None:
+def test_an_activation_saves_and_writes_as_many_tensors_as_planned(name: str, gated: bool) -> None:
     habits = Habits(activation=ACTIVATIONS[name])
     model = Transformer(layers=1, hidden=64, heads=1, vocabulary=300, gated=gated, habits=habits)
     assert model.activation == Activation(*measured(name, gated))

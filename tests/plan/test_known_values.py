@@ -1,4 +1,4 @@
-"""Looks at masks and positions while a module without values is traced."""
+"""Reading masks and positions in the trace of a module without values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.plan.known_values import MOST_ELEMENTS, KnownValues
-from zeroshard.plan.trace import trace
+from zeroshard.plan.tracer import trace
 from zeroshard.system import compat
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -33,7 +33,7 @@ META = torch.device("meta")
         lambda ones: torch.equal(ones, torch.full((4,), 1, device=ones.device)),
     ],
 )
-def test_what_follows_from_constants_is_read_as_it_would_be(look: Callable[[Tensor], Any]) -> None:
+def test_values_that_follow_from_constants_can_be_read(look: Callable[[Tensor], Any]) -> None:
     told = look(torch.ones(4, dtype=torch.long))
     with KnownValues():
         assert bool(look(torch.ones(4, dtype=torch.long, device=META))) == bool(told)
@@ -54,12 +54,12 @@ def test_what_follows_from_constants_is_read_as_it_would_be(look: Callable[[Tens
         lambda: torch.zeros(MOST_ELEMENTS + 1, device=META),
     ],
 )
-def test_what_does_not_cannot_be_read(made: Callable[[], Tensor]) -> None:
+def test_other_values_cannot_be_read(made: Callable[[], Tensor]) -> None:
     with KnownValues(), pytest.raises(RuntimeError, match="meta tensors"):
         made().sum().item()
 
 
-def test_a_view_of_what_was_overwritten_with_something_unknown_cannot_be_read() -> None:
+def test_a_view_that_was_overwritten_with_unknown_values_cannot_be_read() -> None:
     with KnownValues():
         ones = torch.ones(2, 4, device=META)
         row = ones[0]
@@ -88,7 +88,7 @@ def test_values_of_an_example_decide_what_a_module_does() -> None:
 
 
 class _Live(compat.OperationWatch):
-    """Bytes of what operations made and what is still there."""
+    """Bytes of storages that operations made and that are still alive."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class _Live(compat.OperationWatch):
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
 @pytest.mark.parametrize("checkpointing", ["no", "reentrant", "not reentrant"])
-def test_decoders_of_hugging_face_leave_what_they_leave_with_values(kind: str, checkpointing: str) -> None:
+def test_decoders_of_hugging_face_save_as_much_as_with_values(kind: str, checkpointing: str) -> None:
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(
@@ -119,8 +119,8 @@ def test_decoders_of_hugging_face_leave_what_they_leave_with_values(kind: str, c
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config).train()
     if checkpointing != "no":
-        kept = {"use_reentrant": checkpointing == "reentrant"}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kept)
+        options = {"use_reentrant": checkpointing == "reentrant"}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         model.enable_input_require_grads()
     tokens = torch.randint(200, (2, 64))
     live = _Live(model)

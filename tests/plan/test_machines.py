@@ -1,4 +1,4 @@
-"""Machine profiles: data files with sources, and what is said of bad ones."""
+"""Machine profiles: data files with sources, and the errors for bad profiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroshard.plan import machine_profile
 from zeroshard.plan.machine_profile import FOLDER, load, names, parse
 
 
-def test_the_machines_of_the_papers_and_of_today_are_there() -> None:
+def test_there_are_profiles_of_the_papers_machine_and_of_machines_of_today() -> None:
     assert names() == ["a100", "cpu", "h100", "h200", "v100"]
 
 
@@ -68,7 +68,7 @@ def test_a_bad_profile_is_refused_by_the_key_that_is_wrong(text: str, says: str,
         load(bad)
 
 
-def test_a_profile_that_is_not_there_is_named() -> None:
+def test_an_error_names_a_missing_profile() -> None:
     with pytest.raises(ValueError, match=r"'nowhere/x.toml' cannot be read"):
         load("nowhere/x.toml")
 

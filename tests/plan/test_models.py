@@ -1,4 +1,4 @@
-"""Models to plan for: presets, Hugging Face configurations, modules; and what is said about bad ones."""
+"""Models of a plan: presets, Hugging Face configurations, modules; and the errors for bad models."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_file_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
         find_model(str(file))
 
 
-def test_a_configuration_of_ours_with_layers_beyond_measure_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_of_ours_with_too_many_layers_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "deep.toml"
     file.write_text("[model]\nlayers = 200000\n")
     with pytest.raises(ModelError, match=r"model\.layers 200,000: plans go up to 2,048 layers"):
@@ -195,7 +195,7 @@ def test_every_known_type_is_tested() -> None:
         ("tests.models:__name__", "is no function"),
     ],
 )
-def test_what_is_no_model_is_named(source: str, told: str) -> None:
+def test_an_error_names_what_is_no_model(source: str, told: str) -> None:
     with pytest.raises(ModelError) as raised:
         find_model(source)
     assert told in str(raised.value)

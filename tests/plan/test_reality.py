@@ -1,4 +1,4 @@
-"""What is planned is what a run has: states from live storages, volume and traffic as counted, peaks from shapes."""
+"""A run matches its plan: states by live storages, volume and traffic by the counters, peaks by shapes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.ranks import on_ranks
 from tests.storages import live_storages
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
-from zeroshard.plan.activations import Activations
+from zeroshard.plan.activations import ActivationBytes
 from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.models import from_config
+from zeroshard.plan.module_trace import ModuleTrace
 from zeroshard.plan.shape import Setup
-from zeroshard.plan.traced import Traced
 from zeroshard.plan.units import module_units
 from zeroshard.plan.volume import volume
 from zeroshard.train.gpt import GPT
@@ -30,11 +30,11 @@ SMALL = ModelConfig(layers=3, hidden=128, heads=2, sequence=32, vocabulary=256)
 DEEP = ModelConfig(layers=6, hidden=64, heads=1, sequence=16, vocabulary=300, tied=False)
 BF16 = torch.bfloat16
 STEPS = 6
-"""A delayed update takes the longest to settle."""
+"""Enough steps for a delayed update to become regular, which takes longest."""
 
 
 def train(config: ModelConfig, micro_batches: int = 1, **options: Any) -> tuple[int, Any]:
-    """Bytes that model states take between the last backward and its step, and what the step before it moved."""
+    """Trains. Returns the bytes of model states between the last backward and its step, and the counters before it."""
     before = live_storages()
     torch.manual_seed(0)
     model = GPT(config)
@@ -49,13 +49,13 @@ def train(config: ModelConfig, micro_batches: int = 1, **options: Any) -> tuple[
         optimizer.zero_grad()
     counted = zeroshard.stats(model)
     if not (isinstance(options.get("offload"), Offload) and options["offload"].update_in_backward):
-        optimizer.clip_grad_norm_(1e9)  # settles reduces under way
+        optimizer.clip_grad_norm_(1e9)  # waits for all reduces
     zeroshard.synchronize(model)
     after = live_storages()
-    held = sum(size for pointer, size in after.items() if pointer not in before) - tokens.nbytes
+    present = sum(size for pointer, size in after.items() if pointer not in before) - tokens.nbytes
     optimizer.step()
     zeroshard.synchronize(model)
-    return held, counted
+    return present, counted
 
 
 MODELS = {"small": SMALL, "deep": DEEP}
@@ -80,10 +80,10 @@ OFFLOADS: list[tuple[int, str, Offload]] = [
 @on_ranks(2)
 def test_states_and_volume_of_every_stage(model: str, stage: int, precision: str) -> None:
     config = MODELS[model]
-    held, counted = train(config, stage=stage, precision=precision)
+    present, counted = train(config, stage=stage, precision=precision)
     setup = Setup(stage=stage, world=2, precision=precision, sequence=config.sequence, checkpointing=False)  # type: ignore[arg-type]
     planned = from_config(config)
-    assert budget(planned, setup).at_step.model_states == pytest.approx(held, rel=0.01)
+    assert budget(planned, setup).at_step.model_states == pytest.approx(present, rel=0.01)
     assert volume(planned, setup).elements == counted.volume_elements
     assert {name: traffic.elements for name, traffic in counted.volume.items()} == {
         name: size for name, size in _by_collective(planned, setup).items() if size
@@ -104,11 +104,11 @@ def test_states_volume_and_traffic_of_every_offload(case: int) -> None:
     """
     stage, precision, offload = OFFLOADS[case]
     offload = replace(offload, blocking=True)
-    held, counted = train(SMALL, stage=stage, precision=precision, offload=offload)
+    present, counted = train(SMALL, stage=stage, precision=precision, offload=offload)
     setup = Setup(stage=stage, world=2, precision=precision, offload=offload, sequence=32, checkpointing=False)  # type: ignore[arg-type]
     model = from_config(SMALL)
     needs, moved = budget(model, setup), volume(model, setup)
-    assert needs.at_step.model_states + needs.host.total == pytest.approx(held, rel=0.01)
+    assert needs.at_step.model_states + needs.host.total == pytest.approx(present, rel=0.01)
     assert moved.elements == counted.volume_elements
     assert {"to the host": moved.to_host, "to the device": moved.to_device} == dict(counted.host_traffic)
 
@@ -116,10 +116,10 @@ def test_states_volume_and_traffic_of_every_offload(case: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
 def test_states_and_volume_of_several_micro_batches(stage: int) -> None:
-    held, counted = train(SMALL, micro_batches=2, stage=stage, precision="bf16")
+    present, counted = train(SMALL, micro_batches=2, stage=stage, precision="bf16")
     setup = Setup(stage=stage, world=2, micro_batches=2, sequence=32, checkpointing=False)
     needs = budget(from_config(SMALL), setup).at_step
-    assert needs.model_states + needs.accumulators == pytest.approx(held, rel=0.01)
+    assert needs.model_states + needs.accumulators == pytest.approx(present, rel=0.01)
     assert volume(from_config(SMALL), setup).elements == counted.volume_elements
 
 
@@ -129,7 +129,7 @@ def test_volume_of_any_module_with_frozen_parameters_and_sizes_that_divide_nothi
     model = net(depth=3)
     model.blocks[1].requires_grad_(False)
     units = module_units(model, 2, 1 << 30)
-    traced = Traced("net", units, 0, Activations(0, (0,) * 4, 0, (0,) * 4, (0,) * 4))
+    traced = ModuleTrace("net", units, 0, ActivationBytes(0, (0,) * 4, 0, (0,) * 4, (0,) * 4))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(trained), stage=stage, precision="bf16")
     for number in range(3):
@@ -139,11 +139,11 @@ def test_volume_of_any_module_with_frozen_parameters_and_sizes_that_divide_nothi
     assert volume(traced, Setup(stage=stage, world=2)).elements == zeroshard.stats(model).volume_elements
 
 
-# -- peaks, as far as shapes tell -------------------------------------------------------------------------------------
+# -- peaks, from shapes alone -----------------------------------------------------------------------------------------
 
 PEAKS = {
     "checkpointed": (ModelConfig(layers=4, hidden=256, heads=4, sequence=128, checkpointing=True), 8, 1 << 30),
-    "all kept": (ModelConfig(layers=4, hidden=256, heads=4, sequence=128), 8, 1 << 30),
+    "all saved": (ModelConfig(layers=4, hidden=256, heads=4, sequence=128), 8, 1 << 30),
     "many tokens": (ModelConfig(layers=3, hidden=256, heads=4, sequence=128, vocabulary=9000), 8, 1 << 30),
     "small batch": (ModelConfig(layers=4, hidden=512, heads=4, sequence=64, checkpointing=True), 1, 1 << 30),
     "units split": (ModelConfig(layers=4, hidden=512, heads=4, sequence=64, checkpointing=True), 4, 3 << 20),
@@ -153,7 +153,7 @@ PEAKS = {
 
 @matrix(job=PEAKS, stage=range(4))
 def test_the_peak_is_that_of_a_run_without_values_within_ten_percent(job: str, stage: int) -> None:
-    """All storages of one rank of eight, seen by every operation; a GPU adds what its libraries take."""
+    """All storages of one rank of eight, seen by every operation. A GPU adds the memory of its libraries."""
     config, batch, limit = PEAKS[job]
     tokens = (batch, config.sequence)
 

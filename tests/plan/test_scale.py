@@ -1,4 +1,4 @@
-"""More devices, and whole trainings."""
+"""Scaling to more devices, and the cost of whole trainings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ H200 = load("h200")
 GPT = Transformer(layers=32, hidden=4096, heads=32, vocabulary=50304, positions=1024)
 
 
-def test_communication_that_nothing_hides_grows_with_devices_and_efficiency_falls() -> None:
+def test_exposed_communication_grows_with_devices_and_efficiency_falls() -> None:
     points = scale(GPT, Setup(stage=3, batch=2), H200, doubling(8, 8192))
     assert [point.devices for point in points][-1] == 8192
     assert 0 < points[-1].efficiency < max(point.efficiency for point in points) <= 1
@@ -26,7 +26,7 @@ def test_devices_that_model_parallelism_does_not_divide_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 8), (16, 8)])
-def test_a_range_that_is_none_is_refused(first: int, last: int) -> None:
+def test_a_bad_range_is_refused(first: int, last: int) -> None:
     with pytest.raises(ValueError, match="the smaller first"):
         doubling(first, last)
 

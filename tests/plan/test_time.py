@@ -1,4 +1,4 @@
-"""The time model: what an H200 measured (benchmarks/RESULTS.md), and what must follow from the schedule."""
+"""Predicted times: compared with measurements on an H200 (benchmarks/RESULTS.md), and what the schedule implies."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from zeroshard.config.offload import Offload
 from zeroshard.plan import time
 from zeroshard.plan.budget import budget
+from zeroshard.plan.collective_time import ring
 from zeroshard.plan.machine_profile import Launch, Link, Machine, load
-from zeroshard.plan.ring import ring
 from zeroshard.plan.shape import Setup, Transformer
 from zeroshard.plan.time import Bottleneck, StepTime, step_time
-from zeroshard.plan.timeline import Lane, Span, Timeline
+from zeroshard.plan.timeline import Interval, Resource, Timeline
 from zeroshard.plan.unit_costs import LOSS_BYTES, UnitCosts
 from zeroshard.plan.units import transformer_units
 
 H200 = load("h200")
 ETHERNET = replace(H200, devices_per_node=1, between=Link(latency=50e-6 / 7, bandwidth=25e9))
-"""One wire of 25 GB/s and 50 µs a collective of eight, as in benchmarks/delayed_group.py."""
+"""One link of 25 GB/s, and 50 µs for a collective of eight ranks, as in benchmarks/delayed_group.py."""
 GPT = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50304, positions=1024)
 UNTIED = replace(GPT, tied=False)
 SMALL: dict[str, Any] = {"moments": torch.bfloat16, "split_master": True}
@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {"moments": torch.bfloat16, "split_master": True}
         (0.859, UNTIED, Setup(stage=2, batch=32, offload=Offload(delayed_update_after=0)), H200),
     ],
 )
-def test_what_an_h200_measured_is_foreseen_within_a_fifth(
+def test_measurements_on_an_h200_are_predicted_within_a_fifth(
     seconds: float, model: Transformer, setup: Setup, machine: Machine
 ) -> None:
     assert step_time(model, setup, machine).total == pytest.approx(seconds, rel=0.2)
@@ -60,7 +60,14 @@ def times(machine: Machine = ETHERNET, model: Transformer = GPT, **options: Any)
 
 def test_the_parts_add_up() -> None:
     step = times(model_parallel=2, offload=Offload())
-    parts = (step.compute, step.launching, step.update, step.exposed_inside, step.exposed_between, step.exposed_pcie)
+    parts = (
+        step.compute,
+        step.launching,
+        step.update,
+        step.exposed_node_links,
+        step.exposed_network,
+        step.exposed_pcie,
+    )
     assert step.total == pytest.approx(sum(parts))
     assert min(parts) >= 0
 
@@ -69,16 +76,16 @@ def test_one_rank_communicates_nothing() -> None:
     assert times(world=1).exposed == 0
 
 
-def test_stage_0_hides_its_all_reduce_behind_backward_alone() -> None:
+def test_the_all_reduce_of_stage_0_overlaps_only_with_backward() -> None:
     zero, one = times(stage=0), times(stage=1)
-    assert zero.total > 0.22 + 0.06 + zero.update  # the wire, forward, the whole update
+    assert zero.total > 0.22 + 0.06 + zero.update  # the link, forward and the whole update
     assert one.total < zero.total
 
 
 def test_stage_3_is_bound_by_half_as_much_again_on_a_slow_link() -> None:
     slow = replace(ETHERNET, between=Link(latency=1e-6, bandwidth=1e9))
     assert times(slow, stage=3).total / times(slow, stage=2).total == pytest.approx(1.5, rel=0.06)
-    assert times(slow, stage=3).bottleneck is Bottleneck.BETWEEN
+    assert times(slow, stage=3).bottleneck is Bottleneck.NETWORK
 
 
 def test_more_prefetch_never_costs_time() -> None:
@@ -86,13 +93,13 @@ def test_more_prefetch_never_costs_time() -> None:
     assert times(stage=3, prefetch=1).total < times(stage=3, prefetch=0).total
 
 
-def test_a_block_is_gathered_in_parts_where_it_exceeds_a_unit() -> None:
+def test_a_block_that_exceeds_a_unit_is_gathered_in_parts() -> None:
     whole, parts = times(stage=3), times(stage=3, max_unit_bytes=16 << 20)
     assert parts.total == pytest.approx(whole.total, rel=0.1)
     assert parts.flops == pytest.approx(whole.flops)
 
 
-def test_the_forward_hides_behind_the_hosts_update_and_a_delayed_update_behind_the_whole_step() -> None:
+def test_forward_overlaps_with_the_hosts_update_and_a_delayed_update_with_the_whole_step() -> None:
     def offloaded(**options: Any) -> float:
         return times(H200, UNTIED, world=1, batch=32, offload=Offload(**options)).total
 
@@ -106,7 +113,7 @@ def test_states_that_stay_on_the_device_leave_the_host_less_to_do() -> None:
     assert times(H200, UNTIED, world=1).total < half < times(H200, UNTIED, world=1, offload=Offload()).total
 
 
-def test_parameters_on_the_host_come_up_behind_forward_and_backward() -> None:
+def test_parameters_on_the_host_come_up_during_forward_and_backward() -> None:
     step = times(H200, UNTIED, stage=3, world=1, batch=32, offload=Offload(parameters="cpu"))
     assert step.total < 1.1 * times(H200, UNTIED, stage=3, world=1, batch=32, offload=Offload()).total
 
@@ -130,20 +137,20 @@ def test_recomputation_costs_a_third_more() -> None:
     assert with_it / without == pytest.approx(4 / 3, rel=0.02)
 
 
-def test_tensor_parallelism_across_nodes_is_what_limits_it() -> None:
+def test_tensor_parallelism_across_nodes_is_bound_by_the_network() -> None:
     v100 = load("v100")
     wide = replace(GPT, hidden=8192, heads=64)
     inside = times(v100, wide, world=1, model_parallel=16)
     across = times(v100, wide, world=1, model_parallel=32)
-    assert inside.exposed_between == 0 < inside.exposed_inside
-    assert across.exposed_between > 2 * inside.exposed_inside
+    assert inside.exposed_network == 0 < inside.exposed_node_links
+    assert across.exposed_network > 2 * inside.exposed_node_links
 
 
-def test_groups_of_one_node_share_what_it_sends() -> None:
+def test_groups_of_one_node_share_its_network_links() -> None:
     alone, shared = ring(H200, 64, 1), ring(H200, 8, 8)
-    assert alone.lane is shared.lane is Lane.BETWEEN
+    assert alone.resource is shared.resource is Resource.NETWORK
     assert shared.bandwidth == pytest.approx(H200.between.bandwidth / 8)
-    assert ring(H200, 8, 1).lane is Lane.INSIDE
+    assert ring(H200, 8, 1).resource is Resource.NODE_LINKS
     assert ring(H200, 1, 8).seconds(1e9) == 0
 
 
@@ -153,12 +160,15 @@ def test_a_world_of_thousands_is_laid_out_at_once() -> None:
     assert step.total > 0
 
 
-def test_exposed_time_is_what_no_lane_before_covers() -> None:
+def test_exposed_time_is_time_in_which_no_earlier_resource_is_busy() -> None:
     timeline = Timeline()
-    timeline.run(Lane.INSIDE, 3.0)
-    timeline.run(Lane.DEVICE, 1.0, 1.0)
-    timeline.run(Lane.DEVICE, 1.0, 4.0)
-    assert timeline.exposed(Span(0.5, 5.0), Lane.DEVICE, Lane.INSIDE) == {Lane.DEVICE: 2.0, Lane.INSIDE: 1.5}
+    timeline.run(Resource.NODE_LINKS, 3.0)
+    timeline.run(Resource.DEVICE, 1.0, 1.0)
+    timeline.run(Resource.DEVICE, 1.0, 4.0)
+    assert timeline.exposed(Interval(0.5, 5.0), Resource.DEVICE, Resource.NODE_LINKS) == {
+        Resource.DEVICE: 2.0,
+        Resource.NODE_LINKS: 1.5,
+    }
 
 
 LAUNCHED = replace(H200, launch=Launch(forward=1e-3, backward=2e-3, recompute=3e-3, communicate=1e-4, step=5e-3))
@@ -170,8 +180,8 @@ def test_a_small_model_is_as_fast_as_it_is_launched() -> None:
     step = step_time(tiny, setup, LAUNCHED)
     assert step.bottleneck is Bottleneck.LAUNCH
     assert step.total == pytest.approx(24 * 6e-3 + 5e-3, rel=0.05)
-    kept = step_time(tiny, replace(setup, checkpointing=False), LAUNCHED)
-    assert step.total - kept.total == pytest.approx(24 * 3e-3, rel=0.05)
+    without = step_time(tiny, replace(setup, checkpointing=False), LAUNCHED)
+    assert step.total - without.total == pytest.approx(24 * 3e-3, rel=0.05)
     divided = replace(LAUNCHED, inside=Link(latency=0.0, bandwidth=1e15))
     two, three = (step_time(tiny, replace(setup, stage=stage, world=8), divided).total for stage in (2, 3))
     assert three - two == pytest.approx(24e-4, rel=0.05), "a gather more in backward"
@@ -206,7 +216,7 @@ def test_many_micro_batches_take_as_long_as_if_all_were_laid_out(layers: int, mo
     model = Transformer(layers=layers, hidden=4096, heads=32, vocabulary=1000, positions=128)
     setup = Setup(stage=3, world=2, batch=1, sequence=128, offload=Offload(blocking=True), micro_batches=60)
     shortened = step_time(model, setup, LAUNCHED).total
-    monkeypatch.setattr(time, "LAID_OUT", 60)
+    monkeypatch.setattr(time, "LAID_OUT_MICRO_BATCHES", 60)
     assert shortened == pytest.approx(step_time(model, setup, LAUNCHED).total, rel=0.03)
 
 
@@ -224,7 +234,7 @@ def test_steps_that_leave_the_same_to_the_next_are_not_laid_out_again(
     )
     setups = [Setup(stage=stage, world=8, micro_batches=count, offload=way) for way in ways for count in (1, 2)]
     settled = [step_time(GPT, setup, machine).total for setup in setups]
-    monkeypatch.setattr(time, "SETTLED", -1.0)  # never
+    monkeypatch.setattr(time, "SETTLED", -1.0)  # never equal
     assert settled == pytest.approx([step_time(GPT, setup, machine).total for setup in setups], rel=1e-9)
 
 
@@ -235,7 +245,7 @@ def test_very_many_layers_take_as_long_as_if_all_were_laid_out(
 ) -> None:
     deep, setup = replace(GPT, layers=300), Setup(stage=stage, world=8, batch=2, offload=offload)
     whole = step_time(deep, setup, ETHERNET)
-    monkeypatch.setattr(time, "MOST_LAYERS", 100)
+    monkeypatch.setattr(time, "LAID_OUT_BLOCKS", 100)
     continued = step_time(deep, setup, ETHERNET)
     assert continued.total == pytest.approx(whole.total, rel=1e-6)
     assert continued.flops == pytest.approx(whole.flops)
@@ -260,7 +270,7 @@ def test_no_block_is_more_units_than_the_runtime_makes_of_it(gated: bool) -> Non
         assert hidden < 51200 or laid_out == units
 
 
-def test_the_loss_passes_over_its_logits() -> None:
+def test_the_loss_takes_time_for_its_logits() -> None:
     small, large = (replace(GPT, vocabulary=size) for size in (50_000, 100_000))
     setup = Setup(stage=0, batch=8)
     traffic = 8 * 1024 * 50_000 * LOSS_BYTES / H200.device.bandwidth
@@ -269,14 +279,14 @@ def test_the_loss_passes_over_its_logits() -> None:
     assert longer == pytest.approx(traffic + products, rel=1e-6)
 
 
-def test_launching_hides_behind_a_large_model() -> None:
+def test_launching_costs_nothing_with_a_large_model() -> None:
     setup = Setup(stage=0, batch=32)
     launched, not_known = (step_time(GPT, setup, machine).total for machine in (LAUNCHED, H200))
     assert launched == pytest.approx(not_known)
 
 
 def test_blocks_are_launched_while_the_device_is_still_at_the_loss() -> None:
-    model = replace(GPT, layers=4, vocabulary=400_000)  # its blocks take less time than their launching
+    model = replace(GPT, layers=4, vocabulary=400_000)  # computing a block takes less time than launching it
     blocks = 4 * 6e-3
     step = step_time(model, Setup(stage=0, batch=8), LAUNCHED)
     alone = step_time(model, Setup(stage=0, batch=8), H200)
@@ -284,15 +294,15 @@ def test_blocks_are_launched_while_the_device_is_still_at_the_loss() -> None:
     assert step.launching < 0.3 * blocks
 
 
-def test_what_memory_takes_is_added_to_what_products_take() -> None:
+def test_the_time_of_memory_traffic_is_added_to_that_of_products() -> None:
     setup = Setup(stage=0, batch=8)
     device = replace(H200.device, traffic=H200.device.traffic + 2.0)
-    written = 8 * 1024 * 48 * 18 * 1600 * 2  # four passes of that, the recomputing one included
+    written = 8 * 1024 * 48 * 18 * 1600 * 2  # for one of four passes; recomputation is one of them
     longer = step_time(GPT, setup, replace(H200, device=device)).compute - step_time(GPT, setup, H200).compute
     assert longer == pytest.approx(4 * 2.0 * written / device.bandwidth, rel=1e-6)
 
 
-def test_a_host_that_updates_meanwhile_slows_launching() -> None:
+def test_launching_is_slower_while_the_host_updates() -> None:
     tiny = Transformer(layers=24, hidden=256, heads=4, vocabulary=1000, positions=128)
 
     def longer(offload: Offload | None, **launch: float) -> float:
@@ -318,7 +328,7 @@ def test_parameters_of_the_host_are_fetched_even_by_a_single_rank() -> None:
     assert fetched - there == pytest.approx(2 * 24 * 1e-4, rel=0.05), "in forward and in backward"
 
 
-def test_slower_precisions_come_closer_to_their_speed() -> None:
+def test_slower_precisions_come_closer_to_their_peak() -> None:
     device, work = H200.device, H200.device.half_work
     assert device.rate(work, half=True) == pytest.approx(0.5 * device.peak_16bit * device.efficiency)
     assert device.rate(work, half=False) > 0.9 * device.peak_fp32 * device.efficiency

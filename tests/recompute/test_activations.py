@@ -26,7 +26,8 @@ from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard import Activations
 from zeroshard.config.table import Place
-from zeroshard.recompute.kept import Kept
+from zeroshard.recompute.host_pool import HostSlot
+from zeroshard.recompute.saved_input import MovedInput
 from zeroshard.runtime import runtime_of
 
 PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
@@ -123,9 +124,9 @@ def test_without_model_parallelism_whole_checkpoints_go_to_the_host() -> None:
         one = 3 * 6 * 10 * 4  # blocks, rows, width, fp32
         assert zeroshard.stats(ours[2]).checkpoint_traffic == {"to the host": one, "to the device": one}
         assert not zeroshard.stats(plain[2]).checkpoint_traffic
-        stores = runtime_of(ours[2]).checkpoints.stores
-        assert stores.host is not None
-        assert stores.host.bytes <= 3 * 384  # three slots, used again
+        store = runtime_of(ours[2]).checkpoints.store
+        assert store.host is not None
+        assert store.host.bytes <= 3 * 384  # three slots, used again
 
 
 @on_ranks(4)
@@ -136,24 +137,24 @@ def test_a_divided_checkpoint_costs_one_gather_a_block_and_a_fraction_of_the_mem
     assert set(moved) == {"all_gather"}
     assert moved["all_gather"].calls == 3
     assert moved["all_gather"].elements == 3 * 6 * 256
-    kept: list[Any] = []
-    original = Kept.__init__
+    stored: list[int] = []
+    original = MovedInput.__init__
 
-    def watched(self: Kept, *args: Any) -> None:
+    def watched(self: MovedInput, *args: Any) -> None:
         original(self, *args)
-        kept.append(self._device.numel())
+        stored.append(self._stored.numel())
 
-    Kept.__init__ = watched  # type: ignore[method-assign]
+    MovedInput.__init__ = watched  # type: ignore[method-assign]
     try:
         model(torch.randn(6, 7))
     finally:
-        Kept.__init__ = original  # type: ignore[method-assign]
-    assert kept == [6 * 256 // 2] * 3
+        MovedInput.__init__ = original  # type: ignore[method-assign]
+    assert stored == [6 * 256 // 2] * 3
 
 
 @on_ranks(4)
 def test_gathers_of_checkpoints_are_under_a_tenth_of_tensor_parallelisms_own() -> None:
-    from zeroshard.comm.collectives import count_functional
+    from zeroshard.comm.traffic import count_functional
     from zeroshard.config.job import ModelConfig
     from zeroshard.train.gpt import GPT
     from zeroshard.train.tensor_parallel import parallelise
@@ -203,13 +204,13 @@ def test_what_checkpoints_move_is_planned_to_the_byte() -> None:
         moved = volume(from_config(config), setup)
         gathered = sum(traffic.elements for traffic in counted.volume_model.values())
         assert moved.checkpoints_gathered == gathered == (2 * 3 * 640 if options.partition else 0)
-        held = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
+        planned = {"to the host": moved.checkpoints_to_host, "to the device": moved.checkpoints_to_device}
         if options.offload and (not options.partition or mesh["tp"].get_local_rank() == 0):
-            assert held == dict(counted.checkpoint_traffic)
+            assert planned == dict(counted.checkpoint_traffic)
         elif options.offload:  # the last rank's part is smaller
-            assert dict(counted.checkpoint_traffic) == {way: size * 240 // 320 for way, size in held.items()}
+            assert dict(counted.checkpoint_traffic) == {way: size * 240 // 320 for way, size in planned.items()}
         else:
-            assert not any(held.values())
+            assert not any(planned.values())
             assert not counted.checkpoint_traffic
         assert sum(counted.host_traffic.values()) > 0  # states, which are told apart from checkpoints
 
@@ -288,7 +289,7 @@ def test_memory_is_given_back_with_the_graph() -> None:
     options = Activations(partition=True, offload=True)
     model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=options)
     train(model, optimizer, 0)
-    pool = runtime_of(model).checkpoints.stores.host
+    pool = runtime_of(model).checkpoints.store.host
     assert pool is not None
     size = pool.bytes
     assert size > 0
@@ -457,21 +458,21 @@ def test_a_call_that_fails_midway_gives_back_what_it_had_put_away() -> None:
     model = Two()
     options = Activations(checkpoint=False, offload=True)
     model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=options)
-    pool = runtime_of(model).checkpoints.stores.host
+    pool = runtime_of(model).checkpoints.store.host
     assert pool is not None
-    take, taken = pool.take, []
+    take, calls = pool.take, 0
 
-    def second_fails(size: int, *, dry: bool = False) -> Tensor:
-        if len(taken) % 2:
+    def second_fails(size: int, *, dry: bool = False) -> HostSlot:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
             raise RuntimeError("does not fit the host")
-        taken.append(take(size, dry=dry))
-        return taken[-1]
+        return take(size, dry=dry)
 
     pool.take = second_fails  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="does not fit the host"):
             model(torch.ones(2, 7))
-        taken.append(torch.empty(0))
         gc.collect()
     assert pool.bytes == 128  # the one slot, used again
 
@@ -483,11 +484,11 @@ def test_copies_to_the_host_hold_no_tensor_of_a_graph_that_is_gone() -> None:
     inputs: list[Any] = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
-    stores = runtime_of(model).checkpoints.stores
+    store = runtime_of(model).checkpoints.store
     output = model(torch.randn(6, 7))
-    assert stores._leaving
+    assert store._copies
     del output
     gc.collect()
     assert len(inputs) == 3
-    assert not stores._leaving
+    assert not store._copies
     assert not [storage for storage in inputs if storage() is not None]

@@ -1,4 +1,4 @@
-"""Forward passes that do more than map a tensor to a tensor, and backward passes beyond ``backward()``."""
+"""Forward passes that do more than map a tensor to a tensor, and uses of autograd other than ``backward()``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_block_may_return_nothing_or_numbers_if_nothing_is_trained_through_it(
 
 
 class Aside(nn.Module):
-    """Leaves a part of what is trained beside its output, as mixtures of experts do with their balance loss."""
+    """Leaves a part of the loss in an attribute, as mixtures of experts do with their balance loss."""
 
     def __init__(self, returns: bool) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def smooth() -> nn.Module:
 
 
 def trained_plainly_with(loss: Any, build: Any, steps: int = 3) -> dict[str, Tensor]:
-    """As DDP would, which has no double backward: gradients are averaged by hand."""
+    """What DDP would do if it supported double backward: gradients are averaged by hand."""
     torch.manual_seed(1)
     model = build()
     optimizer = sgd_small(model.parameters())

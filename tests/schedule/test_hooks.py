@@ -271,7 +271,7 @@ def test_a_profiler_shows_every_phase_with_the_units_name() -> None:
     for phase in ("gather", "wait", "stash", "publish"):
         assert f"zeroshard.{phase} blocks.2" in labels, phase
     assert any(label.startswith("zeroshard.update ") and "blocks.2" in label.split() for label in labels)
-    assert {"zeroshard.agree", "zeroshard.optim.norm", "zeroshard.reduce blocks.2"} <= labels
+    assert {"zeroshard.agree", "zeroshard.norm", "zeroshard.reduce blocks.2"} <= labels
 
 
 @in_stages

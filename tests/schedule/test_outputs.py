@@ -1,4 +1,4 @@
-"""Which modules of a unit are looked at for tensors that a forward left in attributes."""
+"""Which modules of a unit are searched for tensors that a forward left in attributes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 import zeroshard
 from tests.models import Block, net
 from zeroshard.runtime import runtime_of
-from zeroshard.schedule.outputs import LeftInAttributes
+from zeroshard.schedule.outputs import AttributeOutputs
 
 
 def test_layers_of_torch_are_left_alone_until_somebody_may_have_written_to_them() -> None:
     block = Block(3)
-    left = LeftInAttributes(block.modules())
+    left = AttributeOutputs(block.modules())
     assert left.modules == [block]
     block.up.seen = None  # as a parent's forward may do
     assert left.modules == [block, block.up]
@@ -33,7 +33,7 @@ def test_only_what_may_hold_tensors_is_found() -> None:
             return super().forward(x)
 
     expert = Expert(3)
-    left = LeftInAttributes(expert.modules())
+    left = AttributeOutputs(expert.modules())
     assert not left.values()
     expert(expert.up.weight.new_ones(2, 3))
     assert left.values() == [expert.loss, expert.losses]
@@ -42,7 +42,7 @@ def test_only_what_may_hold_tensors_is_found() -> None:
 def test_a_layer_in_which_somebody_prepared_a_place_is_looked_at() -> None:
     block = Block(3)
     block.up.aux = None
-    assert LeftInAttributes(block.modules()).modules == [block, block.up]
+    assert AttributeOutputs(block.modules()).modules == [block, block.up]
 
 
 def test_of_a_sharded_model_only_modules_that_are_not_torchs_are_looked_at() -> None:

@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Choosy(nn.Module):
-    """Blocks with two branches each; which branch runs depends on the step and, if asked, on the rank."""
+    """Blocks with two branches each. Which branch runs depends on the step, and on the rank if asked."""
 
     class Fork(nn.Module):
         def __init__(self, width: int) -> None:

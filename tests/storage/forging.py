@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zeroshard.storage.format import INDEX, MARKER, Entry, data_file, header_of
-from zeroshard.storage.marker import Marker
+from zeroshard.storage.format import INDEX, MARKER, Entry, Marker, data_file, header_of
 
 
 def index_of(folder: Path) -> Any:

@@ -126,7 +126,7 @@ def test_a_process_that_ends_finishes_its_save_or_says_why_not(tmp_path: Path) -
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
     assert zeroshard.load(tmp_path / "saved", model, optimizer) == 7
     broken = PROGRAM.replace(
-        "zeroshard.save", "from zeroshard.checkpoint import background as b\nb.write_part = 1\nzeroshard.save"
+        "zeroshard.save", "from zeroshard.storage import background as b\nb.write_part = 1\nzeroshard.save"
     )
     done = subprocess.run(
         [sys.executable, "-c", broken, str(tmp_path / "other")], capture_output=True, text=True, check=False, timeout=60

@@ -21,7 +21,7 @@ from tests.storage.forging import forge, index_of
 from tests.storage.runs import Positions, Run, difference
 from zeroshard import CheckpointError
 from zeroshard.storage.folder import complete_in
-from zeroshard.storage.marker import Marker
+from zeroshard.storage.format import Marker
 
 DATA, INDEX, MARKER = "rank-00000.safetensors", "index.json", "COMPLETE"
 
@@ -90,10 +90,9 @@ def test_a_missing_file_is_named(saved: Path) -> None:
     untouched(saved, f"{DATA} cannot be read")
 
 
-def test_a_flipped_bit_anywhere_is_found_or_does_no_harm(saved: Path) -> None:
+def test_a_flipped_bit_anywhere_is_found(saved: Path) -> None:
     model, optimizer = small(seed=1)
     assert zeroshard.load(saved, model, optimizer) is not None
-    expected = state(model, optimizer)
     chance = random.Random(3)
     for file in sorted(saved.iterdir()):
         whole = file.read_bytes()
@@ -107,8 +106,7 @@ def test_a_flipped_bit_anywhere_is_found_or_does_no_harm(saved: Path) -> None:
             except CheckpointError:
                 pass
             else:
-                assert difference(state(model, optimizer), expected) is None, f"{file.name}, byte {place}"
-                assert file.name == "rank-00000.json", f"{file.name}, byte {place}"  # which is not read
+                pytest.fail(f"{file.name}, byte {place}")
         file.write_bytes(whole)
 
 
@@ -218,9 +216,7 @@ FORGERIES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "no tensor",
     ),
     "a small tensor of absurd shape": (
-        lambda v: v["parts"][0]["values"].update(
-            extra={"$": "tensor", "dtype": "float32", "shape": [2**60], "bits": ""}
-        ),
+        lambda v: v["parts"][0]["values"].update(extra={"$": "tensor", "dtype": "F32", "shape": [2**60], "bits": ""}),
         "with 0 bytes",
     ),
     "a parameter too few": (
@@ -274,11 +270,11 @@ def test_an_older_good_one_is_taken_where_allowed_and_said(tmp_path: Path, capsy
 
 def test_whatever_a_crash_leaves_one_of_two_is_there(original: Path, tmp_path: Path) -> None:
     """A checkpoint that replaces another is renamed twice; a crash may come before, between and after."""
-    path = tmp_path / "latest"
+    path, removing = tmp_path / "latest", ".zeroshard.0123456789abcdef.removing"
     model, optimizer = small()
     for names in (
-        [".latest.old", ".latest.00ff.partial"],
-        [".latest.old", "latest"],
+        [removing, ".latest.00ff.partial"],
+        [removing, "latest"],
         ["latest", ".latest.00ff.partial"],
     ):
         for name in names:

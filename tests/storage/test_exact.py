@@ -15,8 +15,8 @@ from zeroshard import Offload
 from zeroshard.offload.host_buffers import join
 from zeroshard.offload.pinned import aligned
 from zeroshard.runtime import runtime_of
+from zeroshard.storage.background import RESERVE, Snapshots
 from zeroshard.storage.contents import collect
-from zeroshard.storage.snapshot import RESERVE, Snapshots
 
 
 def train(model: Any, optimizer: Any, dtype: torch.dtype = torch.float32) -> None:
@@ -204,7 +204,7 @@ def test_a_split_master_is_put_together_once_and_one_at_a_time_and_counted(
         made.append(weakref.ref(joined))
         return joined
 
-    monkeypatch.setattr("zeroshard.offload.shard.join", watched)
+    monkeypatch.setattr("zeroshard.offload.home.join", watched)
     zeroshard.save(tmp_path / "saved", model, optimizer, asynchronous=True).wait()
     assert alive == [0] * len(units)
 
@@ -213,7 +213,7 @@ def test_a_split_master_is_put_together_once_and_one_at_a_time_and_counted(
     largest = max(4 * flat.own.numel for unit in runtime.units for flat in unit.flats)  # with padding
     assert largest >= 4 * (16 * 8 + 8)
     assert contents.joined_bytes == largest
-    snapshot = sum(aligned(piece.nbytes) for piece in contents.held)
+    snapshot = sum(aligned(item.entry.nbytes) for item in contents.items)
     for room, fits in ((snapshot + largest, True), (snapshot + largest - 1, False)):
         monkeypatch.setattr("zeroshard.system.machine.available_memory", lambda room=room: RESERVE + room)
         assert (Snapshots(runtime.fabric).lacking(contents) <= 0) is fits

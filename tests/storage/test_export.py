@@ -21,9 +21,9 @@ from tests.ranks import Pool
 from tests.training import adamw
 from zeroshard.cli.main import main
 from zeroshard.storage import export as exporting
-from zeroshard.storage import shards
-from zeroshard.storage.lora import Adapter, adapter_tensors
-from zeroshard.storage.output import Output
+from zeroshard.storage import output as outputs
+from zeroshard.storage.export import Adapter, adapter_tensors
+from zeroshard.storage.output import Output, Whole
 from zeroshard.system import machine
 
 MODELS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
@@ -151,14 +151,8 @@ class Named:
     def __init__(self, *names: str) -> None:
         self.names = list(names)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return (1,)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.float32
-
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.zeros(1)
+    def recipe(self, name: str, new_name: str) -> exporting.Recipe:
+        return exporting.Recipe(Whole(new_name, (1,), torch.float32), lambda: torch.zeros(1))
 
 
 @pytest.mark.parametrize("adapter", ["a", "model", "q_proj", "lora_A"])
@@ -168,7 +162,7 @@ def test_an_adapter_is_found_by_its_own_place_in_names_whatever_it_is_called(ada
     mine += [f"base_model.model.head.modules_to_save.{adapter}.weight"]
     others = [f"{base}.lora_A.b{adapter}.weight", f"{base}.lora_A.{adapter}b.weight", f"{base}.lora_embedding_A.ab"]
     others += [f"base_model.model.head.modules_to_save.{adapter}b.weight", f"{base}.base_layer.weight"]
-    found = [entry[0] for entry in adapter_tensors(Named(*mine, *others), Adapter(adapter, {}))]
+    found = [recipe.whole.name for recipe in adapter_tensors(Named(*mine, *others), Adapter(adapter, {}))]
     assert found == [f"{base}.lora_A.weight", f"{base}.lora_embedding_A", "base_model.model.head.weight"]
 
 
@@ -216,7 +210,7 @@ def test_an_export_to_a_full_disk_leaves_nothing_and_says_what_to_do(
 
     with monkeypatch.context() as patch:
         if moment in ("first tensor", "last tensor"):
-            patch.setattr(shards, "bytes_of", full_at(1 if moment == "first tensor" else 4, shards.bytes_of))
+            patch.setattr(outputs, "bytes_of", full_at(1 if moment == "first tensor" else 4, outputs.bytes_of))
         elif moment == "index":  # configuration, four files, index
             patch.setattr(Path, "write_bytes", full_at(6, Path.write_bytes))
         else:
@@ -241,7 +235,7 @@ def test_a_folder_that_an_export_made_goes_with_it(tmp_path: Path, monkeypatch: 
     def interrupted(_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shards, "bytes_of", interrupted)
+    monkeypatch.setattr(outputs, "bytes_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         exporting.export(tmp_path / "saved", tmp_path / "out")
     assert names_in(tmp_path) == ["saved"]
@@ -256,13 +250,13 @@ def test_a_configuration_that_is_not_there_is_missed_before_anything_is_written(
 KILLED = """
 import os, sys
 from pathlib import Path
-from zeroshard.checkpoint import export, shards
+from zeroshard.storage import export, output
 
 def stops(*_):
     print("writing", flush=True)
     sys.stdin.read()
 
-shards.bytes_of = stops
+output.bytes_of = stops
 export.export(Path(sys.argv[1]), Path(sys.argv[2]), config=Path(sys.argv[3]))
 """
 
@@ -280,7 +274,7 @@ def test_what_a_killed_export_left_goes_and_what_another_one_writes_stays(tmp_pa
             assert process.stdout is not None
             assert process.stdout.readline() == b"writing\n"
             during = names_in(out)
-            assert {name.split(".")[1] for name in during} == {"config", "model", "theirs", "zeroshard"}
+            assert {name.split(".")[1] for name in during} == {"theirs", "zeroshard"}
             with Output(out) as output:
                 output.new("notes.txt", b"mine")
             assert names_in(out) == [*during, "notes.txt"]

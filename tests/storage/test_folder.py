@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.ranks import Pool
+from tests.storage.runs import Run
 from zeroshard import CheckpointError
 from zeroshard.storage import background, write
 from zeroshard.storage.folder import complete_in
-from zeroshard.storage.marker import read_marker
+from zeroshard.storage.format import read_marker
 
 
 def small() -> tuple[Any, Any]:
@@ -30,7 +33,7 @@ def contents(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("name", ["thesis.txt", "token", "index.json", "rank-00000.safetensors/x"])
+@pytest.mark.parametrize("name", ["thesis.txt", "claim", "index.json", "rank-00000.safetensors/x"])
 def test_a_folder_that_is_no_checkpoint_is_left_alone(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     (folder / name).parent.mkdir(parents=True)
@@ -59,6 +62,7 @@ def test_a_checkpoint_and_an_empty_folder_are_replaced(tmp_path: Path) -> None:
     for number in range(2):
         zeroshard.save(tmp_path / "saved", model, optimizer, extra=number)
         assert zeroshard.load(tmp_path / "saved", model, optimizer) == number
+        assert contents(tmp_path / "saved") == ["COMPLETE", "index.json", "rank-00000.safetensors"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
@@ -167,25 +171,6 @@ def test_two_saves_to_one_path_do_not_mix(tmp_path: Path, monkeypatch: pytest.Mo
     zeroshard.load(path, *small())
 
 
-def test_a_folder_that_another_job_cleared_is_not_called_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a second process does that saves to the same path."""
-    index_json, path = background.index_json, tmp_path / "saved"
-    model, optimizer = small()
-    zeroshard.save(path, model, optimizer, extra="before")
-
-    def and_another_job(*arguments: Any) -> bytes:
-        (partial,) = tmp_path.glob(".saved.*.partial")
-        (partial / "rank-00000.safetensors").write_bytes(b"another")
-        return index_json(*arguments)
-
-    monkeypatch.setattr(background, "index_json", and_another_job)
-    with pytest.raises(CheckpointError, match=r"was changed while it was written"):
-        zeroshard.save(path, model, optimizer, extra="after")
-    assert zeroshard.load(path, model, optimizer) == "before"
-
-
 def test_saves_to_one_path_by_two_jobs_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,19 +187,31 @@ def test_saves_to_one_path_by_two_jobs_have_folders_of_their_own(
     assert len(set(seen)) == 2
 
 
-def test_why_a_rank_failed_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 polls for the file: one that is there and still empty would hide the reason."""
+def fails_on_rank_one(folder: str) -> list[str]:
+    """Returns the names under which rank 1 wrote, after its part could not be written."""
     names: list[str] = []
-    write_text = Path.write_text
+    real = os.replace
 
-    def looks(self: Path, text: str) -> int:
-        names.append(self.name)
-        return write_text(self, text)
+    def looks(source: Path, target: Path) -> None:
+        names.append(source.name)
+        assert "File too large" in source.read_text()
+        real(source, target)
 
-    model, optimizer = small()
-    saving = zeroshard.save(tmp_path / "saved", model, optimizer)
-    monkeypatch.setattr(Path, "write_text", looks)
-    saving._tell_rank_zero(tmp_path, OSError(27, "File too large"))
-    assert names == [".rank-00000.failed.tmp"]
-    assert "File too large" in (tmp_path / "rank-00000.failed").read_text()
-    assert not (tmp_path / names[0]).exists()
+    def full(*_: Any) -> None:
+        raise OSError(27, "File too large")
+
+    run = Run({"stage": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(background, "write_part", full)
+            patch.setattr(os, "replace", looks)
+        with pytest.raises(CheckpointError, match=r"rank 1 failed: OSError: .*File too large; make room there"):
+            run.save(folder)
+    return names
+
+
+def test_why_a_rank_failed_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Rank 0 polls for the file: one that is there and still empty would hide the reason."""
+    _, names = Pool.shared().run(fails_on_rank_one, 2, {"folder": str(tmp_path / "saved")})
+    assert names == [".rank-00001.json.tmp"]
+    assert not list(tmp_path.iterdir())

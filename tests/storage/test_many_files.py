@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.storage.boxes import Region
-from zeroshard.storage.format import INDEX, MARKER, VALUE, part_file
-from zeroshard.storage.index import index_json, read_index
-from zeroshard.storage.marker import Marker
-from zeroshard.storage.read import KEPT_OPEN, Reader
-from zeroshard.storage.write import Held, write_json, write_part
+from zeroshard.storage.contents import Contents, Item
+from zeroshard.storage.format import INDEX, MARKER, VALUE, Entry, Marker, part_file
+from zeroshard.storage.random_state import Seat
+from zeroshard.storage.read import OPEN_FILES, Reader, index_json, read_index
+from zeroshard.storage.regions import Region
+from zeroshard.storage.write import write_part, write_whole
 
-RANKS = 2 * KEPT_OPEN + 5
+RANKS = 2 * OPEN_FILES + 5
 
 
 def opened() -> int:
@@ -27,11 +27,12 @@ def one_element_a_rank(folder: Path) -> None:
     for rank in range(RANKS):
         region = Region(((0, RANKS),), rank, rank + 1)
         element = torch.tensor([float(rank)])
-        write_part(folder, "ab", rank, [Held("p", VALUE, (RANKS,), region, torch.float32, lambda e=element: e)], {}, {})
+        item = Item(Entry("p", VALUE, (RANKS,), region, torch.float32), lambda e=element: e)
+        write_part(folder, "ab", rank, Contents([item], {}, {}, Seat(rank, 0, 1)))
         parts.append(json.loads((folder / part_file(rank)).read_text()))
-    index = index_json("ab", parts, {"world": RANKS, "steps": 0})
-    write_json(folder / INDEX, index)
-    write_json(folder / MARKER, Marker.of(index, 0, 1).to_json())
+    index = index_json("ab", parts)
+    write_whole(folder / INDEX, index)
+    write_whole(folder / MARKER, Marker.of(index, 0, 1).to_json())
 
 
 def test_files_are_checked_without_staying_open_and_few_are_mapped_at_once(tmp_path: Path) -> None:
@@ -43,6 +44,6 @@ def test_files_are_checked_without_staying_open_and_few_are_mapped_at_once(tmp_p
     found = torch.empty(RANKS)
     reader.read("p", VALUE, Region(((0, RANKS),), 0, RANKS), found)
     assert torch.equal(found, torch.arange(float(RANKS)))
-    assert opened() <= before + KEPT_OPEN
+    assert opened() <= before + OPEN_FILES
     del reader
     assert opened() == before

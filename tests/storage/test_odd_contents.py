@@ -25,11 +25,11 @@ class Odd(nn.Module):
         self.alone = nn.ParameterList([nn.Parameter(torch.empty(3, 0)), nn.Parameter(torch.empty(0))])
         self.frozen = nn.Parameter(torch.empty(0), requires_grad=False)
         self.register_buffer("expanded", torch.ones(1).expand(4))
-        self.register_parameter("#0", nn.Parameter(torch.ones(4)))  # as tensors inside values are called
+        self.register_parameter("random#0", nn.Parameter(torch.ones(4)))  # as tensors inside values are called
 
     def forward(self, x: Tensor) -> Tensor:
         empty = self.nothing.sum() + sum(parameter.sum() for parameter in self.alone)
-        return self.linear(x) * self.expanded * self.get_parameter("#0") + empty
+        return self.linear(x) * self.expanded * self.get_parameter("random#0") + empty
 
 
 class Momentum(torch.optim.Optimizer):
@@ -121,11 +121,11 @@ def test_a_dtype_that_no_file_can_hold_is_named_with_the_remedy(tmp_path: Path) 
     model.scale = nn.Parameter(torch.zeros(3, dtype=torch.float8_e4m3fn), requires_grad=False)
     optimizer = torch.optim.SGD([model.weight, model.bias])
     model, optimizer = zeroshard.shard(model, optimizer)
-    with pytest.raises(ValueError, match=r"parameter 'scale' is of torch\.float8_e4m3fn.*make it a buffer of its bits"):
+    with pytest.raises(ValueError, match=r"parameter 'scale' is of torch\.float8_e4m3fn.*as a buffer of its bits"):
         zeroshard.save(tmp_path / "saved", model, optimizer)
     model, optimizer = made(1, state="m", dtype=torch.float8_e5m2)
     train(model, optimizer, 1)
-    with pytest.raises(ValueError, match=r"state m '.*' is of torch\.float8_e5m2.*keep it in another dtype"):
+    with pytest.raises(ValueError, match=r"state m '.*' is of torch\.float8_e5m2.*store it in another dtype"):
         zeroshard.save(tmp_path / "saved", model, optimizer)
 
 

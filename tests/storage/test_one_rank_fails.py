@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.ranks import Pool
 from tests.storage.runs import Run
 from zeroshard.optim.piece_states import PieceStates
-from zeroshard.storage import background, snapshot
+from zeroshard.storage import background
 from zeroshard.storage import save as saving
 
 
@@ -41,7 +41,7 @@ def on_rank_one(target: object, name: str, call: Callable[[], object]) -> str:
 def all_cases(folder: str) -> dict[str, str]:
     run = Run({"stage": 2})
     found = {
-        "allocate": on_rank_one(snapshot, "Block", lambda: run.save(f"{folder}/a", asynchronous=True)),
+        "allocate": on_rank_one(background, "Block", lambda: run.save(f"{folder}/a", asynchronous=True)),
         "thread": on_rank_one(saving, "Saving", lambda: run.save(f"{folder}/b")),
         "path": outcome(lambda: run.save(f"{folder}/x\0y")),
         "blocking": outcome(lambda: run.save(f"{folder}/b")),
@@ -86,9 +86,9 @@ def rank_zero_gives_up(folder: str) -> tuple[str, int]:
     run = Run({"stage": 2})
     told: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background.Saving, "_tell_rank_zero", lambda *arguments: told.append(arguments))
+        patch.setattr(background.Saving, "_fail", lambda *arguments: told.append(arguments))
         if dist.get_rank() == 0:
-            patch.setattr(snapshot.Snapshots, "take", fails)
+            patch.setattr(background.Snapshots, "take", fails)
         return outcome(lambda: run.save(f"{folder}/step-1", asynchronous=True)), len(told)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.storage import removal
+from zeroshard.storage import folder as folders
 
 
 def small() -> tuple[Any, Any]:
@@ -32,7 +32,7 @@ def test_a_removal_that_a_crash_interrupts_is_finished_by_the_next_save(
             (folder / name).unlink()
 
     with monkeypatch.context() as patch:
-        patch.setattr(removal, "_empty", killed)
+        patch.setattr(folders, "_empty", killed)
         zeroshard.save(tmp_path / "step-2", model, optimizer, extra=2, keep=1)
     (left,) = (entry for entry in tmp_path.iterdir() if entry.name != "step-2")
     assert list(left.glob("rank-*"))
@@ -46,7 +46,7 @@ def test_a_removed_checkpoint_is_not_loaded_though_all_its_files_are_there_and_n
 ) -> None:
     model, optimizer = small()
     zeroshard.save(tmp_path / "step-1", model, optimizer)
-    monkeypatch.setattr(removal, "_empty", lambda folder: None)
-    removal.remove(tmp_path / "step-1")
+    monkeypatch.setattr(folders, "_empty", lambda folder: None)
+    folders.remove(tmp_path / "step-1")
     with pytest.raises(zeroshard.CheckpointError, match="holds no complete checkpoint"):
         zeroshard.load(tmp_path, model, optimizer)

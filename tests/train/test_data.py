@@ -56,13 +56,27 @@ def test_batches_are_distinct_by_rank_and_step_and_reproducible(folder: Path) ->
     corpus = Corpus.read(config(folder))
 
     def batch(seed: int = 0, step: int = 0, rank: int = 0) -> list[int]:
-        made = corpus.training_batch(batch=4, sequence=32, seed=seed, step=step, rank=rank)
+        made = corpus.training_share(of_ranks=2, of_batch=4, ranks=2, sequence=32, seed=seed, step=step, rank=rank)
         assert torch.equal(made.tokens[:, 1:], made.targets[:, :-1])
         assert made.tokens.dtype is torch.int64
         return made.tokens.flatten().tolist()
 
     assert batch() == batch()
     assert len({tuple(batch(*which)) for which in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]}) == 5
+
+
+def test_any_number_of_ranks_trains_on_the_same_windows(folder: Path) -> None:
+    corpus = Corpus.read(config(folder))
+
+    def windows(ranks: int) -> list[list[int]]:
+        parts = [
+            corpus.training_share(of_ranks=2, of_batch=6, ranks=ranks, sequence=16, seed=0, step=5, rank=rank)
+            for rank in range(ranks)
+        ]
+        assert all(len(part.tokens) == 12 // ranks for part in parts)
+        return [row.tolist() for part in parts for row in part.tokens]
+
+    assert windows(1) == windows(2) == windows(3) == windows(4) == windows(12)
 
 
 def test_ranks_together_evaluate_on_the_same_windows_as_one_rank(folder: Path) -> None:

@@ -5,8 +5,8 @@ import torch
 
 from zeroshard.config.job import ModelConfig, load_job
 from zeroshard.train.gpt import GPT
-from zeroshard.train.journal import Stopwatch
 from zeroshard.train.loop import Rank, lr_share, parameter_groups, shard_options
+from zeroshard.train.record import Stopwatch
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:

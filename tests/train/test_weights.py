@@ -20,7 +20,8 @@ from zeroshard import CheckpointError
 from zeroshard.cli.main import main
 from zeroshard.config.job import ModelConfig
 from zeroshard.runtime import runtime_of
-from zeroshard.storage import agreement, output, shards
+from zeroshard.storage import background, output
+from zeroshard.storage.save import on_rank_zero
 from zeroshard.train.gpt import GPT
 from zeroshard.train.weights import load_weights, save_weights
 
@@ -37,9 +38,9 @@ def sharded(stage: int) -> Any:
 def write(folder: str, stage: int, shard_bytes: int) -> dict[str, Tensor]:
     """Checks on the way that of what was written before, nothing is kept."""
     alive: list[weakref.ref[Tensor]] = []
-    real = shards.Shards.write
+    real = output.Shards.write
 
-    def watched(self: shards.Shards, name: str, values: Tensor) -> None:
+    def watched(self: output.Shards, name: str, values: Tensor) -> None:
         assert not [one for one in alive if one() is not None], f"before {name}"
         alive.append(weakref.ref(values))
         real(self, name, values)
@@ -47,7 +48,7 @@ def write(folder: str, stage: int, shard_bytes: int) -> dict[str, Tensor]:
     model = sharded(stage)
     expected = zeroshard.full_state_dict(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards.Shards, "write", watched)
+        patch.setattr(output.Shards, "write", watched)
         patch.setattr(zeroshard, "full_state_dict", None)
         files = save_weights(Path(folder), CONFIG, model, shard_bytes)
     assert bool(files) == (dist.get_rank() == 0)
@@ -86,10 +87,10 @@ def on_a_full_disk(folder: str) -> str:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(values)
 
-    real = shards.bytes_of
+    real = output.bytes_of
     model = sharded(3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "bytes_of", full)
+        patch.setattr(output, "bytes_of", full)
         with pytest.raises(CheckpointError) as raised:
             save_weights(Path(folder), CONFIG, model)
     dist.barrier()  # rank 0 clears up on its own
@@ -110,9 +111,9 @@ def slow_disk() -> None:
     model = torch.nn.Linear(4, 4)
     model, _ = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stall_timeout=0.6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "TURN_SECONDS", 0.1)
+        patch.setattr(background, "TURN_SECONDS", 0.1)
         fabric = runtime_of(model).fabric
-        agreement.on_rank_zero(fabric, lambda: time.sleep(1.5))
+        on_rank_zero(fabric, lambda: time.sleep(1.5))
 
 
 def test_a_disk_that_is_slower_than_ranks_wait_for_each_other_is_waited_for() -> None:

@@ -1,4 +1,4 @@
-"""How fast the blocks of a transformer are here: their products, and what their memory takes beside them."""
+"""Measures the speed of transformer blocks on this device: matrix products, and memory traffic of the rest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .stopwatch import seconds_of, settled_seconds_of
 
 
 class Size(NamedTuple):
-    """Of a transformer block, and of what goes through it."""
+    """The hidden size of a transformer block, and the tokens that pass through it."""
 
     hidden: int
     tokens: int
 
     @property
     def work(self) -> float:
-        """As ``Device.rate`` takes it."""
+        """Multiply-adds of one matrix product, the unit of ``Device.rate``."""
         return float(self.tokens * self.hidden**2)
 
 
@@ -32,11 +32,11 @@ CPU_SIZES = (Size(1024, 1024), Size(128, 256), Size(256, 512), Size(256, 2048), 
 OTHER_PRECISION_SIZES = {"cuda": Size(2048, 4096), "cpu": Size(512, 1024)}
 GPU_SEQUENCE, CPU_SEQUENCE = 1024, 256
 GPU_DEPTH = 4
-"""Blocks in a row, as in a training."""
+"""Blocks in a row, as in training."""
 
 
 class Pass(NamedTuple):
-    """Blocks that were passed through, forward and back, and how long that took."""
+    """One measurement: forward and backward of some blocks, and the seconds they took."""
 
     size: Size
     depth: int
@@ -49,24 +49,24 @@ class Pass(NamedTuple):
 
     @property
     def written(self) -> float:
-        """Activations as the time model counts them: three times what forward writes."""
+        """Elements of activations that the plan counts for the pass: three times what forward writes."""
         block = Transformer(layers=1, hidden=self.size.hidden, heads=1, vocabulary=1).block_written()
         return 3 * self.depth * self.size.tokens * block
 
 
 class Speed(NamedTuple):
-    """Of blocks: what their products tend to, what each of these loses, and what all else takes."""
+    """The speed of blocks: of large products, the loss of small products, and the time of memory traffic."""
 
     rate: float
-    """FLOPs a second."""
+    """FLOPs a second of very large products."""
     half_work: float
-    """The work (``Size.work``) that reaches half of it."""
+    """The size of a product (``Size.work``) that reaches half of this rate."""
     write_seconds: float
-    """For each activation that is written."""
+    """Seconds for each element of activations that is written."""
 
 
 def fit(passes: Sequence[Pass]) -> Speed:
-    """The least squares of relative errors; none of the three is negative.
+    """Fits the three numbers by least squares of relative errors. None of them is negative.
 
     >>> sizes = [Size(1024, 2048), Size(1024, 16384), Size(4096, 4096), Size(4096, 16384)]
     >>> passes = [Pass(size, 1, 1024, 1.0) for size in sizes]
@@ -78,19 +78,19 @@ def fit(passes: Sequence[Pass]) -> Speed:
     rows = [[one.flops, one.flops / one.size.work, one.written] for one in passes]
     shares = torch.tensor(rows, dtype=torch.float64) / torch.tensor([[one.seconds] for one in passes])
     best = (math.inf, [0.0, 0.0, 0.0])
-    for kept in ([0], [0, 1], [0, 2], [0, 1, 2]):
-        scale = shares[:, kept].norm(dim=0)  # their units are far apart
-        found = torch.linalg.lstsq(shares[:, kept] / scale, torch.ones(len(passes), 1, dtype=torch.float64)).solution
-        values = dict(zip(kept, (found[:, 0] / scale).tolist(), strict=True))
+    for columns in ([0], [0, 1], [0, 2], [0, 1, 2]):
+        scale = shares[:, columns].norm(dim=0)  # the columns differ by orders of magnitude
+        found = torch.linalg.lstsq(shares[:, columns] / scale, torch.ones(len(passes), 1, dtype=torch.float64)).solution
+        values = dict(zip(columns, (found[:, 0] / scale).tolist(), strict=True))
         if min(values.values()) >= 0:
-            error = float((shares[:, kept] / scale @ found - 1).square().sum())
+            error = float((shares[:, columns] / scale @ found - 1).square().sum())
             best = min(best, (error, [values.get(column, 0.0) for column in range(3)]))
     a_flop, a_product, a_write = best[1]
     return Speed(1 / a_flop, max(a_product / a_flop, 1.0), a_write)
 
 
 def pass_through(device: torch.device, dtype: torch.dtype, size: Size) -> Pass:
-    """Measures blocks of a GPT, everything in them included."""
+    """Measures forward and backward of whole GPT blocks."""
     cuda = device.type == "cuda"
     depth, sequence = (GPU_DEPTH, GPU_SEQUENCE) if cuda else (1, CPU_SEQUENCE)
     config = ModelConfig(layers=depth, hidden=size.hidden, heads=max(1, size.hidden // 64), sequence=sequence)
@@ -102,18 +102,18 @@ def pass_through(device: torch.device, dtype: torch.dtype, size: Size) -> Pass:
     def work() -> None:
         torch.autograd.grad(blocks(tokens), wanted, gradient)
 
-    seconds = settled_seconds_of(graphed(work), device) if cuda else seconds_of(work, device)
+    seconds = settled_seconds_of(as_cuda_graph(work), device) if cuda else seconds_of(work, device)
     return Pass(size, depth, sequence, seconds)
 
 
-def graphed(work: Callable[[], object]) -> Callable[[], object]:
-    """The same as one CUDA graph: what the device takes, without what it takes to launch kernel by kernel."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):  # what is made once must not be made while it is captured
+def as_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
+    """Records the work as one CUDA graph, so that it is timed without the launch of every kernel."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # allocations of the first call must not happen during the capture
         work()
         work()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -121,7 +121,7 @@ def graphed(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, size: Size) -> float:
-    """FLOPs a second of one plain product."""
+    """FLOPs a second of one plain matrix product."""
     left = torch.randn(size.tokens, size.hidden, device=device, dtype=dtype)
     right = torch.randn(size.hidden, 4 * size.hidden, device=device, dtype=dtype)
     return 8 * size.work / seconds_of(lambda: left @ right, device)

@@ -1,11 +1,11 @@
-"""Measures this machine in under a minute, for a profile of its own.
+"""Measures this machine in less than a minute, and writes a machine profile.
 
     calibration = calibrate()
     write(calibration, "mine.toml")         # for `zeroshard plan --machine mine.toml`
 
-Speed by size of blocks and of plain products, memory, the host's update, PCIe where there is a GPU, and collectives
-where several ranks run (all of them call it together). What cannot be measured here is kept from the nearest profile,
-and said so in the file.
+Measured are: the speed of transformer blocks and plain products by size, memory, the update on the host, PCIe if there
+is a GPU, and collectives if several ranks run. All ranks must call ``calibrate`` together. Values that cannot be
+measured here are taken from the nearest profile, and the file says so.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ import torch.distributed as dist
 from ..plan.machine_profile import DEVICE_UPDATE_BYTES, Machine, load
 from ..system import machine as facts
 from .block_speed import CPU_SIZES, GPU_SIZES, OTHER_PRECISION_SIZES, fit, pass_through, product_rate
-from .host_update import BYTES as UPDATE_BYTES
-from .host_update import HostUpdate, Repeated
-from .launching import launch_seconds
-from .stopwatch import seconds_of, settled_seconds_of
+from .launch_time import launch_seconds
+from .stopwatch import seconds_of, seconds_once, settled_seconds_of
+from .update_probe import UPDATE_BYTES, BusyHost, UpdateProbe
 
 HOST_PARAMETERS = 48 << 20
-"""Updated at a time, 0.7 GB of states: more than a cache holds."""
+"""Parameters in one update of the host: 0.7 GB of states, more than fits into a cache."""
 COPY_BYTES = 256 << 20
+"""Bytes of one copy between host and device."""
 MESSAGE_BYTES = 64 << 20
-
-
+"""Bytes of the large all-reduce."""
 UPDATED = (8 << 20,) * 8
-"""Elements of the parameters that one update takes."""
+"""Elements of the parameters in one update on the device."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A profile, and what of it was measured."""
+    """A profile, and which of its values were measured."""
 
     machine: Machine
     base: str
-    """The profile that the rest is kept from."""
+    """The name of the profile that all other values are taken from."""
     measured: frozenset[str]
-    """Keys, as they stand in a profile: ``device.bandwidth``."""
+    """Keys of measured values as in a profile, for example ``device.bandwidth``."""
     seconds: float
-    """What it took."""
+    """Seconds that measuring took."""
 
 
 def calibrate(device: torch.device | None = None) -> Calibration:
-    """Measures; with several ranks, all call it and all get the first one's result."""
+    """Measures this machine. With several ranks, all call it together, and all get the result of the first rank."""
     begin = time.perf_counter()
     device = device or this_device()
     if device.type == "cuda":
@@ -63,11 +62,11 @@ def calibrate(device: torch.device | None = None) -> Calibration:
     base = replace(base, name="this machine", title=facts.device_title(device), devices_per_node=_local_ranks(device))
     found: dict[str, float] = {}
     found |= _measure_device(device, base, known)
-    with HostUpdate(device, HOST_PARAMETERS) as update:
-        crowd = Repeated(update)
-        if device.type == "cuda" and not _several():  # among others it would be their collectives that are timed
-            found |= launch_seconds(device, crowd)
-        found |= _measure_host(update, crowd)
+    with UpdateProbe(device, HOST_PARAMETERS) as update:
+        busy_host = BusyHost(update)
+        if device.type == "cuda" and not _several():  # with other ranks, their collectives would be timed too
+            found |= launch_seconds(device, busy_host)
+        found |= _measure_host(update, busy_host)
     found |= _measure_copies(device)
     found |= _measure_links(device)
     shared = _of_first_rank((found, time.perf_counter() - begin), device)
@@ -75,7 +74,7 @@ def calibrate(device: torch.device | None = None) -> Calibration:
 
 
 def nearest_profile(device: torch.device) -> tuple[Machine, bool]:
-    """The profile to start from, and whether it is this very device's."""
+    """The profile to start from, and whether it is the profile of this device."""
     name = _base_name(device)
     return load(name), device.type == "cuda" and name.upper() in torch.cuda.get_device_name(device).upper()
 
@@ -93,11 +92,11 @@ def _base_name(device: torch.device) -> str:
 def _measure_device(device: torch.device, base: Machine, known: bool) -> dict[str, float]:
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     short = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
-    # How speed grows with size is taken from the precision that such a device mostly trains in, for both.
+    # How speed grows with size is measured in the usual precision of the device, and used for both precisions.
     main, other = (torch.float32, short) if device.type == "cpu" else (short, torch.float32)
     speed = fit([pass_through(device, main, size) for size in sizes])
     there = pass_through(device, other, OTHER_PRECISION_SIZES[device.type])
-    # What small products lose takes as long in both, what is written as many times as long as it is wider.
+    # Small products lose the same time in both precisions. Writing takes time in proportion to the width.
     writing = speed.write_seconds * other.itemsize / main.itemsize
     lost = speed.half_work / speed.rate * there.flops / there.size.work + writing * there.written
     rates = {main: speed.rate, other: there.flops / max(there.seconds - lost, 0.1 * there.seconds)}
@@ -107,7 +106,7 @@ def _measure_device(device: torch.device, base: Machine, known: bool) -> dict[st
         peak = max(rates[short], product_rate(device, short, sizes[0]))
         found["device.peak_16bit"] = peak
     found["device.efficiency"] = min(1.0, rates[short] / peak)
-    # One efficiency serves both precisions, so that this one's peak is what gives its measured rate.
+    # There is one efficiency for both precisions, so the peak of fp32 is chosen to give its measured rate.
     found["device.peak_fp32"] = rates[torch.float32] / found["device.efficiency"]
     found["device.bandwidth"] = sum(UPDATED) * DEVICE_UPDATE_BYTES / _update_seconds(device, short)
     found["device.traffic"] = speed.write_seconds / main.itemsize * found["device.bandwidth"]
@@ -119,7 +118,7 @@ def _measure_device(device: torch.device, base: Machine, known: bool) -> dict[st
 
 
 def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Of one update on the device as the runtime has it: gradients widened, AdamW on masters, parameters cast back."""
+    """Seconds of one update on the device, as in the runtime: widen gradients, run AdamW, cast parameters."""
     masters = [torch.full((size,), 0.01, device=device) for size in UPDATED]
     parameters = [master.to(dtype) for master in masters]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
@@ -134,17 +133,16 @@ def _update_seconds(device: torch.device, dtype: torch.dtype) -> float:
     return seconds_of(update, device)
 
 
-def _measure_host(update: HostUpdate, crowd: Repeated) -> dict[str, float]:
-    """Through the kernel that updates; all ranks of a node at once, and beside a device's thread if there is one."""
+def _measure_host(update: UpdateProbe, busy_host: BusyHost) -> dict[str, float]:
+    """The update kernel on the host: on all ranks of a node at once, or next to the thread that drives the device."""
     cpu = torch.device("cpu")
     if _several():
         dist.barrier()
         seconds = settled_seconds_of(update.run, cpu)
     else:
-        seconds = statistics.median(crowd.taken) if crowd.taken else seconds_of(update.run, cpu)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        seconds = statistics.median(busy_host.taken) if busy_host.taken else seconds_of(update.run, cpu)
     return {
-        "host.bandwidth": ranks * HOST_PARAMETERS * UPDATE_BYTES / seconds,
+        "host.bandwidth": _processes_here() * HOST_PARAMETERS * UPDATE_BYTES / seconds,
         "host.memory": float(facts.usable_memory()),
         "host.sockets": 1,
     }
@@ -160,10 +158,10 @@ def _measure_copies(device: torch.device) -> dict[str, float]:
 
 
 def _measure_links(device: torch.device) -> dict[str, float]:
-    """All-reduces of next to nothing and of much: latency of a step and bandwidth of a ring."""
+    """A small and a large all-reduce: they give the latency of a step and the bandwidth of a ring."""
     if not _several():
         return {}
-    world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world, local = dist.get_world_size(), _processes_here()
     found: dict[str, float] = {}
     if local > 1:
         groups = [list(range(first, first + local)) for first in range(0, world, local)]
@@ -173,7 +171,7 @@ def _measure_links(device: torch.device) -> dict[str, float]:
     if world > local:
         steps = world // local - 1
         latency, bandwidth = _ring(device, None, world)
-        # What is spent inside the nodes of such a ring is little; all of it is laid to the links between them.
+        # The time inside nodes is short; all of the ring's time counts for the links between nodes.
         found |= {"between.latency": latency * (world - 1) / steps, "between.bandwidth": bandwidth}
     return found
 
@@ -181,13 +179,8 @@ def _measure_links(device: torch.device) -> dict[str, float]:
 def _ring(device: torch.device, group: Any, ranks: int) -> tuple[float, float]:
     def all_reduce(size: int) -> float:
         message = torch.ones(size, dtype=torch.uint8, device=device).view(torch.float32)
-        taken: list[float] = []
-        for _ in range(8):  # as often on every rank
-            begin = time.perf_counter()
-            dist.all_reduce(message, group=group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken.append(time.perf_counter() - begin)
+        # Every rank repeats it as often, so this is not ``seconds_of``.
+        taken = [seconds_once(lambda: dist.all_reduce(message, group=group), device) for _ in range(8)]
         return statistics.median(taken[2:])
 
     small, large = all_reduce(16), all_reduce(MESSAGE_BYTES)
@@ -196,19 +189,22 @@ def _ring(device: torch.device, group: Any, ranks: int) -> tuple[float, float]:
 
 
 def this_device() -> torch.device:
-    """The GPU of this rank, if there is one."""
+    """The GPU of this rank, or the CPU if there is no GPU."""
     return facts.device_of_rank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _local_ranks(device: torch.device) -> int:
-    """Devices of this node."""
-    if device.type == "cuda":
-        return torch.cuda.device_count()
+    """The devices of this node; without GPUs, its ranks."""
+    return torch.cuda.device_count() if device.type == "cuda" else _processes_here()
+
+
+def _processes_here() -> int:
+    """The ranks of this node that are running."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _several() -> bool:
-    """Whether other ranks measure with this one."""
+    """True if other ranks measure together with this rank."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -224,7 +220,7 @@ def _of_first_rank(value: tuple[dict[str, float], float], device: torch.device) 
 
 
 def with_values(machine: Machine, values: dict[str, float]) -> Machine:
-    """A profile with some values replaced, by their keys.
+    """A profile in which some values, given by their keys, are replaced.
 
     >>> with_values(load("h200"), {"pcie.up": 50e9}).pcie.up
     50000000000.0
@@ -237,7 +233,7 @@ def with_values(machine: Machine, values: dict[str, float]) -> Machine:
 
 
 def toml(calibration: Calibration) -> str:
-    """The profile as a file, with where each number comes from."""
+    """The profile as the text of a TOML file. A comment says where each number comes from."""
     machine = calibration.machine
     lines = [
         f"# Measured in {calibration.seconds:.0f} s with torch {torch.__version__}.",
@@ -249,15 +245,15 @@ def toml(calibration: Calibration) -> str:
     for table in ("device", "inside", "between", "pcie", "host", "launch"):
         lines += ["", f"[{table}]"]
         for key, value in asdict(getattr(machine, table)).items():
-            kept = f"kept from {calibration.base!r}"
-            source = "measured" if f"{table}.{key}" in calibration.measured else kept
+            measured = f"{table}.{key}" in calibration.measured
+            source = "measured" if measured else f"taken from {calibration.base!r}"
             number = str(value) if isinstance(value, int) else f"{value:.4e}"
             lines.append(f"{key} = {number}  # {source}")
     return "\n".join(lines) + "\n"
 
 
 def write(calibration: Calibration, path: str | Path) -> Path:
-    """Writes the profile; with several ranks, the first does."""
+    """Writes the profile into a file. With several ranks, only the first rank writes."""
     path = Path(path)
     if path.suffix != ".toml":
         raise ValueError(f"a machine profile's name ends in .toml, not {path.name!r}")

@@ -1,4 +1,4 @@
-"""How long something takes on a device."""
+"""Measures how long work takes on a device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 
 SECONDS = 0.4
-"""Each measurement repeats for so long, at least three times."""
+"""A measurement repeats for at least this long, and at least three times."""
 SETTLING_SECONDS = 1.2
-"""The same, where a device is to settle."""
+"""The same for a measurement in which the device reaches its steady speed; at least four times."""
 
 
 def seconds_once(work: Callable[[], object], device: torch.device) -> float:
-    """Until the device is through with it."""
+    """Seconds of one call, until the device has finished."""
     begin = time.perf_counter()
     work()
     if device.type == "cuda":
@@ -24,7 +24,7 @@ def seconds_once(work: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """The quickest of some repetitions, after one that does not count: what else runs here only adds to them."""
+    """The shortest of several calls, because other processes only add time. The first call does not count."""
     seconds_once(work, device)
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < SECONDS:
@@ -33,7 +33,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def settled_seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """What it takes after a while: a GPU at its limit of power slows down within a second, and trains that way."""
+    """The median of the later calls. A GPU at its power limit slows down within a second, and trains at that speed."""
     taken: list[float] = []
     while len(taken) < 4 or sum(taken) < SETTLING_SECONDS:
         taken.append(seconds_once(work, device))

@@ -3,14 +3,14 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from ..config.checks import DTYPES
 from ..storage.export import export
 from ..storage.format import CheckpointError, InvalidIndexError
-from ..storage.shards import SHARD_BYTES
+from ..storage.output import SHARD_BYTES
 
+HELP = "write a checkpoint as Hugging Face safetensors"
 DESCRIPTION = """\
 Write a checkpoint's model as safetensors that transformers and PEFT load: shards, index and
 configuration. Reads tensor by tensor in one process; neither ranks nor the model's memory are needed.
@@ -24,16 +24,8 @@ examples:
 """
 
 
-def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `export` to the command line."""
-    parser = add_parser(
-        "export",
-        help="write a checkpoint as Hugging Face safetensors",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def define(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `export`."""
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a folder of them: the newest is taken")
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: that of the training run)")
@@ -56,10 +48,7 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
     if not 0 < arguments.shard_size < math.inf:
-        print(
-            f"zeroshard export: --shard-size must be above 0, and finite, is {arguments.shard_size:g}", file=sys.stderr
-        )
-        return 2
+        raise ValueError(f"--shard-size must be above 0, and finite, is {arguments.shard_size:g}")
     try:
         files = export(
             arguments.checkpoint,

@@ -1,30 +1,47 @@
 """The entry point of the `zeroshard` command; exit codes are 0 for success, 1 for a failure, 2 for bad input."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from . import doctor, dryrun, export, plan, train
 
+COMMANDS = {"train": train, "plan": plan, "dryrun": dryrun, "export": export, "doctor": doctor}
+BAD_INPUT = 2  # argparse's own exit code for it
+
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line of `zeroshard`, with one subcommand for each module beside this one."""
-    command = argparse.ArgumentParser(
+    """Return the command line of `zeroshard`, with a subcommand for each module of `COMMANDS`.
+
+    Such a module has the texts `HELP`, `DESCRIPTION` and `EXAMPLES`, and two functions: `define` adds its options to a
+    parser, `run` does the work and returns an exit code.
+    """
+    whole = argparse.ArgumentParser(
         prog="zeroshard", description="ZeRO stages 0 to 3 for unchanged PyTorch models and training loops."
     )
-    subcommands = command.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    train.define(subcommands.add_parser)
-    plan.define(subcommands.add_parser)
-    dryrun.define(subcommands.add_parser)
-    export.define(subcommands.add_parser)
-    doctor.define(subcommands.add_parser)
-    return command
+    subcommands = whole.add_subparsers(required=True, metavar="COMMAND", title="commands", dest="command")
+    for name, module in COMMANDS.items():
+        command = subcommands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.define(command)
+    return whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code; argparse itself exits with 2 on bad input."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = parser().parse_args(given)
-    arguments.argv = given  # what `train` starts its ranks with
-    code: int = arguments.run(arguments)
+    arguments.argv = given  # `train` starts its ranks with these
+    try:
+        code: int = COMMANDS[arguments.command].run(arguments)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":  # the other ranks find the same mistake
+            print(f"zeroshard {arguments.command}: {error}", file=sys.stderr)
+        return BAD_INPUT
     return code

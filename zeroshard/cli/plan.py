@@ -1,4 +1,4 @@
-"""`zeroshard plan`: what fits, what it communicates and how long it takes, before anything is started."""
+"""`zeroshard plan`: which setups fit, what they communicate and how long a step takes, before anything starts."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +22,12 @@ from ..plan.hardware import MOST, Hardware, find_hardware
 from ..plan.machine_profile import calibrated_file
 from ..plan.models import Subject, find_model
 from ..plan.module import gathering
-from ..plan.scale import ScalePoint, cost, doubling, scale
+from ..plan.module_trace import ModuleTrace
+from ..plan.scale import cost, doubling, scale
 from ..plan.shape import Setup
-from ..plan.traced import Traced
 from ..system import machine
 
+HELP = "say what fits and how fast it is, for every stage and offload, before anything is started"
 DESCRIPTION = """\
 Say what fits and how fast it is, for every ZeRO stage and offload: memory of one rank by kind,
 volume, predicted step time and what bounds it; recommend one, with the call and the command.
@@ -45,21 +45,12 @@ examples:
   zeroshard plan --calibrate                                    measure this machine, once
   zeroshard plan --paper                                        the papers' claims beside ours
 """
-BAD_INPUT = 2
 NOTHING_FITS = 1
-WIDTH = 132  # of what is printed where there is no terminal
+WIDTH = 132  # characters of a line where there is no terminal
 
 
-def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `plan` to the command line."""
-    parser = add_parser(
-        "plan",
-        help="say what fits and how fast it is, for every stage and offload, before anything is started",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def define(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `plan`."""
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -77,7 +68,7 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     job.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
-        help="keep one tensor a block and recompute the rest (default: as the preset has it, else yes)",
+        help="store one tensor a block and recompute the rest (default: as the preset has it, else yes)",
     )
     job.add_argument("--model-parallel", type=int, metavar="M", help="ranks that share each block (default: 1)")
     job.add_argument("--partition", action="store_true", help="divide checkpoints among model-parallel ranks (P_a)")
@@ -98,45 +89,37 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help="measure this machine in a minute. Without FILE the profile is kept and taken from then on, by "
-        'shard(stage="auto") too; with one it is written there, for --machine. Under torchrun, links are measured too',
+        help="measure this machine in a minute. Without FILE the profile is stored and used from then on, also "
+        'by shard(stage="auto"); with FILE it is written there, for --machine. Under torchrun, links are measured too',
     )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer what was asked; 2 for bad input, 1 if nothing fits."""
+    """Answer the question; return 1 if nothing fits."""
     console = Console(emoji=False) if sys.stdout.isatty() else Console(width=WIDTH, emoji=False)
-    try:
-        _check(arguments)
-        if arguments.paper:
-            if arguments.json:
-                print(json.dumps(paper_table.as_json(), indent=2))
-            else:
-                paper_table.render(console)
-            return 0
-        if arguments.calibrate is not None:
-            return _calibrate(arguments.calibrate, console)
-        return _answer(arguments, console)
-    except ValueError as error:
-        print(f"zeroshard plan: {error}", file=sys.stderr)
-        return BAD_INPUT
+    _check(arguments)
+    if arguments.paper:
+        if arguments.json:
+            print(json.dumps(paper_table.as_json(), indent=2))
+        else:
+            paper_table.render(console)
+        return 0
+    if arguments.calibrate is not None:
+        return _calibrate(arguments.calibrate, console)
+    return _answer(arguments, console)
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    """Refuse values that cannot be, and options that have no effect on what is asked."""
     if arguments.model is None and not (arguments.max_model or arguments.paper or arguments.calibrate is not None):
         raise ValueError("--model is needed: a preset, a Hugging Face config.json, or module:factory")
     for option in ("seq", "micro_batches", "model_parallel", "tokens"):
         value = getattr(arguments, option)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be above 0, and finite")
-    _refuse_unused(arguments)
     if arguments.max_model and arguments.batch == "max":
         raise ValueError("--batch max and --max-model both ask for the largest; give a number to one of them")
-
-
-def _refuse_unused(arguments: argparse.Namespace) -> None:
-    """Options that the question asked has no use for."""
     given = _given(arguments)
     for question, used in (("paper", {"json"}), ("calibrate", set[str]())):
         rest = sorted(given - used - {question})
@@ -151,8 +134,8 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
 
 
 def _given(arguments: argparse.Namespace) -> set[str]:
-    """Names of the options that were."""
-    known = {name: value for name, value in vars(arguments).items() if name not in ("run", "command", "argv")}
+    """Names of the options that the command line gives, as they are written there."""
+    known = {name: value for name, value in vars(arguments).items() if name not in ("command", "argv")}
     usual = {"micro_batches": (1,), "checkpointing": (None,)}
     found = {name.replace("_", "-") for name, value in known.items() if value not in usual.get(name, (None, False))}
     return found - {"checkpointing"} | {"no-checkpointing"} if arguments.checkpointing is False else found
@@ -170,7 +153,7 @@ def _calibrate(given: str, console: Console) -> int:
     calibrate.write(found, file)
     if int(os.environ.get("RANK", "0")) == 0:
         console.print(f"Measured in {found.seconds:.0f} s: {', '.join(sorted(found.measured))}", highlight=False)
-        use = f"zeroshard plan --model MODEL --machine {file}" if given else f"kept in {file}, and taken from now on"
+        use = f"zeroshard plan --model MODEL --machine {file}" if given else f"stored in {file}, and used from now on"
         console.print(f"  {use}", highlight=False, soft_wrap=True)
     end_process_group()
     return 0
@@ -184,30 +167,27 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
         host_memory=arguments.host_memory,
         profile=arguments.machine,
     )
-    subject = find_model(arguments.model) if arguments.model is not None else None
-    if subject is not None and subject.preset is not None and subject.transformer is not None and arguments.seq:
-        # A preset is trained with positions for as many tokens as it is given.
-        there = replace(subject.transformer, positions=arguments.seq)
-        subject = replace(subject, transformer=there, longest=None)
-    if subject is not None and subject.factory is not None:
+    subject = find_model(arguments.model) if arguments.model is not None else Subject("", None)
+    if subject.preset is not None and subject.transformer is not None and arguments.seq:
+        # `zeroshard train` gives a preset as many positions as its sequence has tokens.
+        longer = replace(subject.transformer, positions=arguments.seq)
+        subject = replace(subject, transformer=longer, longest=None)
+    if subject.factory is not None:
         if arguments.max_model:
             raise ValueError(f"--max-model makes up its models: leave --model {arguments.model} out")
         subject.factory.check_undivided(arguments.model_parallel or 1, arguments.partition)
     setup = _setup(arguments, subject, hardware)
-    if subject is not None and subject.factory is not None:
+    if subject.factory is not None:
         setup = subject.factory.settle(setup, _given(arguments))
         subject = replace(subject, batch=setup.batch)
     if arguments.max_model:
-        vocabulary = choice.VOCABULARY
-        if subject is not None and subject.transformer is not None:
-            vocabulary = subject.transformer.vocabulary
+        vocabulary = choice.VOCABULARY if subject.transformer is None else subject.transformer.vocabulary
         found = choice.largest_models(setup, hardware, vocabulary)
         if arguments.json:
             print(json.dumps(as_json.largest(found, hardware), indent=2))
         else:
             report.print_largest(found, hardware, console)
         return 0 if any(model is not None for _, model in found) else NOTHING_FITS
-    assert subject is not None
     rows = choice.plan(subject, setup, hardware, arguments.batch or subject.batch)
     best = choice.recommend(rows)
     extras = _extras(arguments, best or rows[-1], hardware)
@@ -220,33 +200,32 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
     return 0 if best is not None else NOTHING_FITS
 
 
-def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Hardware) -> Setup:
+def _setup(arguments: argparse.Namespace, subject: Subject, hardware: Hardware) -> Setup:
     degree = arguments.model_parallel
-    if degree is None:  # as the preset has it, where the devices allow that
-        degree = subject.model_parallel if subject is not None else 1
-        degree = degree if hardware.gpus % degree == 0 else 1
+    if degree is None:  # the preset's own, if it divides the devices
+        degree = subject.model_parallel if hardware.gpus % subject.model_parallel == 0 else 1
     if hardware.gpus % degree:
         raise ValueError(f"--model-parallel {degree} does not divide {hardware.gpus} devices")
-    activations = subject.activations if subject is not None else None
+    activations = subject.activations
     if arguments.partition or arguments.activation_offload:
-        kept = activations or Activations()
-        partition, offload = arguments.partition or kept.partition, arguments.activation_offload or kept.offload
-        activations = replace(kept, partition=partition, offload=offload)
+        usual = activations or Activations()
+        partition, offload = arguments.partition or usual.partition, arguments.activation_offload or usual.offload
+        activations = replace(usual, partition=partition, offload=offload)
     if activations is not None and activations.partition and degree == 1:
         if arguments.partition:
             raise ValueError("--partition divides checkpoints among model-parallel ranks; give --model-parallel too")
         activations = replace(activations, partition=False)
-    shape = subject.transformer if subject is not None else None
+    shape = subject.transformer
     if shape is not None and shape.heads % degree:
         raise ValueError(f"--model-parallel {degree} does not divide the {shape.heads} heads")
     if shape is not None and (shape.kv_heads or degree) % degree:
         raise ValueError(f"--model-parallel {degree} does not divide the {shape.kv_heads} heads of keys and values")
-    sequence = arguments.seq or (subject.sequence if subject is not None else 1024)
-    if subject is not None and subject.longest is not None and sequence > subject.longest:
+    sequence = arguments.seq or subject.sequence
+    if subject.longest is not None and sequence > subject.longest:
         raise ValueError(f"--seq {sequence}: {subject.name} takes {subject.longest} tokens at most")
     checkpointing = arguments.checkpointing
     if checkpointing is None:
-        checkpointing = subject is None or subject.checkpointing or activations is not None
+        checkpointing = subject.checkpointing or activations is not None
     return Setup(
         stage=0,
         world=hardware.gpus // degree,
@@ -262,7 +241,7 @@ def _setup(arguments: argparse.Namespace, subject: Subject | None, hardware: Har
 
 
 def _gathering(subject: Subject) -> dict[str, Any]:
-    """What a configuration says of units that are gathered; --precision, which the command has, takes its own away."""
+    """A configuration's options for units that are gathered. The precision is not among them: --precision sets it."""
     return gathering(Config.parse(subject.shard)) | {"cast_on_gather": False}
 
 
@@ -273,7 +252,7 @@ def _usual_precision(hardware: Hardware) -> Any:
 
 
 def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict[str, Any]:
-    """What --tokens and --scale ask, about the recommended row."""
+    """The answers to --tokens and --scale, for the recommended row."""
     found: dict[str, Any] = {}
     if arguments.tokens is None and arguments.scale is None:
         return found
@@ -281,7 +260,7 @@ def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict
         asked = "--tokens" if arguments.tokens is not None else "--scale"
         raise ValueError(f"{asked} needs a predicted time: give --machine NAME, or measure this one with --calibrate")
     if arguments.tokens is not None:
-        if isinstance(row.model, Traced) and not row.model.tokens_known:
+        if isinstance(row.model, ModuleTrace) and not row.model.tokens_known:
             raise ValueError(
                 f"--tokens: how many a step takes is not known of {row.model.name}, whose inputs are no token ids; if "
                 "they are sequences of something, let the function take a parameter called sequence and make them of it"
@@ -294,28 +273,29 @@ def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict
             "gpu_hours": price.device_hours,
         }
     if arguments.scale is not None:
-        found["scale"] = [_scaled(row, point) for point in _points(arguments, row)]
+        found["scale"] = _scaled(row, *arguments.scale)
     return found
 
 
-def _points(arguments: argparse.Namespace, row: Row) -> list[ScalePoint]:
-    whole = row.hardware.grown(row.hardware.gpus).machine
+def _scaled(row: Row, first: int, last: int) -> list[dict[str, Any]]:
+    machine = row.hardware.grown(row.hardware.gpus).machine
     assert row.work is not None
-    assert whole is not None
-    return scale(row.work, row.setup, whole, doubling(*arguments.scale))
-
-
-def _scaled(row: Row, point: ScalePoint) -> dict[str, Any]:
-    there = replace(row.setup, world=point.devices // row.setup.model_parallel)
-    known = not isinstance(row.model, Traced) or row.model.tokens_known
-    return {
-        "gpus": point.devices,
-        "fits": replace(row, setup=there, hardware=row.hardware.grown(point.devices)).fits,
-        "step_seconds": point.time.total,
-        ("tokens" if known else "samples") + "_a_second": point.tokens_a_second,
-        "efficiency": point.efficiency,
-        "exposed_communication": point.exposed,
-    }
+    assert machine is not None
+    unit = "samples" if isinstance(row.model, ModuleTrace) and not row.model.tokens_known else "tokens"
+    found = []
+    for point in scale(row.work, row.setup, machine, doubling(first, last)):
+        setup = replace(row.setup, world=point.devices // row.setup.model_parallel)
+        found.append(
+            {
+                "gpus": point.devices,
+                "fits": replace(row, setup=setup, hardware=row.hardware.grown(point.devices)).fits,
+                "step_seconds": point.time.total,
+                f"{unit}_a_second": point.tokens_a_second,
+                "efficiency": point.efficiency,
+                "exposed_communication": point.exposed,
+            }
+        )
+    return found
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

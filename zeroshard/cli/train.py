@@ -1,39 +1,27 @@
-"""`zeroshard train`: the ready-made job. Outside torchrun's environment it starts the ranks, inside it is a rank."""
+"""`zeroshard train`: the ready-made job. It starts the ranks; in the environment of torchrun it is a rank itself."""
 
 import argparse
 import os
 import signal
-import sys
 import traceback
-from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..config.checks import DTYPES
-from ..config.job import (
-    DEFAULT_PRESET,
-    DEVICES,
-    NONE,
-    OFFLOAD_TO_HOST,
-    Job,
-    load_job,
-    parse_override,
-    presets,
-    resolve_device,
-)
-from ..config.options import AUTO
+from ..config.job import DEVICES, Job, load_job, presets, resolve_device
 from ..storage.folder import candidates
 from ..storage.format import CheckpointError
 from ..system.machine import ensure_bf16_matmul, usable_cores
-from ..train.checkpoints import AUTO as AUTO_RESUME
-from ..train.checkpoints import FOLDER, NEVER
+from ..train.checkpoints import AUTO, FOLDER, NEVER
 from ..train.launch import Nodes, launch, under_torchrun
 from ..train.loop import train
-from ..train.observer import LEAST_STEPS_TO_TRACE
+from ..train.probe import LEAST_STEPS_TO_TRACE
 from ..train.weights import earlier_weights
+from .job_options import add_job_options, overrides
 
+HELP = "train a GPT from a TOML configuration, on one machine or many"
 DESCRIPTION = """\
 Train a GPT from a TOML configuration: by default a byte-level one on the source files of
 Python's standard library, in stage 3, on all GPUs or on two CPU ranks. Evaluates on
@@ -56,51 +44,15 @@ many nodes: the same command on every node, each with its own --node-rank
 or under a torchrun of your own
   torchrun --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 -m zeroshard train zero-1.5b
 """
-BAD_INPUT = 2  # argparse's own exit code for it
 CPU_RANKS = 2  # enough to see states divided; more would only share the same cores
 
 
-def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `train` to the command line."""
-    parser = add_parser(
-        "train",
-        help="train a GPT from a TOML configuration, on one machine or many",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "config", nargs="?", default=DEFAULT_PRESET, help="a TOML file, or the name of a preset (default: %(default)s)"
-    )
+def define(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `train`."""
+    add_job_options(parser, auto=True)
     parser.add_argument("--list", action="store_true", help="show the presets and end")
-    parser.add_argument(
-        "--stage", type=_stage, metavar="{0,1,2,3,auto}", help="ZeRO stage; short for --set shard.stage=N"
-    )
-    parser.add_argument(
-        "--offload",
-        choices=(OFFLOAD_TO_HOST, AUTO, NONE),
-        help="gradients and optimizer states live in host memory; short for --set shard.offload=cpu. auto takes what "
-        "fits and is fastest. Its options: "
-        "--set shard.offload.moments=bf16 and so on",
-    )
-    parser.add_argument("--precision", choices=DTYPES, help="by default fp32 on CPU, bf16 on GPU")
     parser.add_argument("--device", choices=DEVICES, help="auto takes the GPUs where there are some")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
-    parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        metavar="M",
-        help="ranks that divide the model's matrices among them; must divide ranks and heads; short for "
-        "--set train.tensor_parallel=M",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="TABLE.KEY=VALUE",
-        help="change one value; none takes it away; may be repeated",
-    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where weights go (default: runs/NAME)")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a timeline of a few steps of rank 0, for ui.perfetto.dev"
@@ -127,13 +79,10 @@ def define(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     nodes.add_argument(
         "--ranks", type=int, metavar="N", help="ranks on this node (default: one for each GPU, or two on CPU)"
     )
-    defaults = Nodes()
-    nodes.add_argument("--nnodes", type=int, default=defaults.nnodes, metavar="N", help="number of nodes (default: 1)")
-    nodes.add_argument(
-        "--node-rank", type=int, default=defaults.node_rank, metavar="I", help="which one this is, from 0"
-    )
+    nodes.add_argument("--nnodes", type=int, default=Nodes.nnodes, metavar="N", help="number of nodes (default: 1)")
+    nodes.add_argument("--node-rank", type=int, default=Nodes.node_rank, metavar="I", help="which one this is, from 0")
     nodes.add_argument("--master-addr", metavar="HOST", help="address of node 0; needed with --nnodes above 1")
-    nodes.add_argument("--master-port", type=int, default=defaults.master_port, metavar="PORT", help="(default: 29500)")
+    nodes.add_argument("--master-port", type=int, default=Nodes.master_port, metavar="PORT", help="(default: 29500)")
     nodes.add_argument("--local-addr", metavar="HOST", help="address of this node, if its host name does not resolve")
 
 
@@ -142,53 +91,38 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return _list_presets()
     try:
-        job = load_job(arguments.config, _overrides(arguments))
+        job = load_job(arguments.config, overrides(arguments))
         device = resolve_device(job.train.device)
         if device == "cpu" and job.shard.get("defragment"):
             raise ValueError("shard.defragment has no effect on a CPU; add --set shard.defragment=false")
         ranks, nodes = _ranks(arguments.ranks, device), _nodes(arguments)
-        _check_tensor_parallel(job, int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks * nodes.nnodes)
+        world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks * nodes.nnodes
+        degree = job.train.tensor_parallel
+        if world % degree:
+            raise ValueError(f"--tensor-parallel {degree} does not divide the {world} rank(s); change it, or --ranks")
         _check_trace(arguments.trace, job)
         out = arguments.out or Path("runs") / job.name
         _check_resume(arguments, job, out)
         earlier_weights(out)
-    except (ValueError, CheckpointError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":  # said once, however many ranks notice
-            print(f"zeroshard train: {error}", file=sys.stderr)
-        return BAD_INPUT
+    except (CheckpointError, OSError) as error:
+        raise ValueError(error) from None
     if device == "cpu" and (message := ensure_bf16_matmul()):
-        print(f"zeroshard train: {message}")  # the ranks inherit it
+        print(f"zeroshard train: {message}")  # the ranks inherit the variable that was set
     if under_torchrun():
         return _be_a_rank(job, out, arguments.trace, arguments.resume)
     return launch(ranks, nodes, arguments.argv, arguments.restarts)
 
 
 def _be_a_rank(job: Job, out: Path, trace_file: Path | None, resume: str) -> int:
-    # Ctrl-C ends a rank at once, even inside a collective, and without a traceback from each of them.
+    # Ctrl-C ends a rank at once, also inside a collective, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         record(train)(job, out, trace_file, resume)
     except Exception:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # otherwise recorded there, and told by whoever started us
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # else the launcher reads the error there and prints it
             traceback.print_exc()
         return 1
     return 0
-
-
-def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
-    flags = {
-        "shard.stage": arguments.stage,
-        "shard.precision": arguments.precision,
-        "train.device": arguments.device,
-        "train.steps": arguments.steps,
-        "train.save_every": arguments.save_every,
-        "train.keep": arguments.keep,
-        "train.tensor_parallel": arguments.tensor_parallel,
-    }
-    given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
-    if arguments.offload is not None:
-        given["shard.offload"] = None if arguments.offload == NONE else arguments.offload
-    return given | dict(parse_override(text) for text in arguments.set)
 
 
 def _ranks(asked: int | None, device: str) -> int:
@@ -203,12 +137,6 @@ def _ranks(asked: int | None, device: str) -> int:
     if asked is not None and asked > gpus:
         raise ValueError(f"--ranks {asked}: this machine has {gpus} GPU(s), and each rank needs its own")
     return asked or gpus
-
-
-def _check_tensor_parallel(job: Job, ranks: int) -> None:
-    degree = job.train.tensor_parallel
-    if ranks % degree:
-        raise ValueError(f"--tensor-parallel {degree} does not divide the {ranks} rank(s); change it, or --ranks")
 
 
 def _check_trace(file: Path | None, job: Job) -> None:
@@ -228,9 +156,9 @@ def _check_resume(arguments: argparse.Namespace, job: Job, out: Path) -> None:
         raise ValueError(f"--restarts must be at least 0, is {arguments.restarts}")
     if arguments.restarts and arguments.nnodes > 1:
         raise ValueError("--restarts is for one node; on many, run `torchrun --rdzv-backend c10d --max-restarts N …`")
-    if arguments.restarts and (arguments.resume != AUTO_RESUME or not job.train.save_every):
+    if arguments.restarts and (arguments.resume != AUTO or not job.train.save_every):
         raise ValueError("--restarts without --resume auto and --save-every would begin at the first step every time")
-    if arguments.resume not in (AUTO_RESUME, NEVER) and not Path(arguments.resume).is_dir():
+    if arguments.resume not in (AUTO, NEVER) and not Path(arguments.resume).is_dir():
         raise ValueError(f"--resume {arguments.resume}: no such folder; it takes auto, never or a checkpoint's path")
     if arguments.resume == NEVER and job.train.save_every and candidates((out / FOLDER).absolute()):
         raise ValueError(
@@ -246,13 +174,7 @@ def _nodes(arguments: argparse.Namespace) -> Nodes:
         raise ValueError(f"--node-rank must be from 0 to {arguments.nnodes - 1}, is {arguments.node_rank}")
     if arguments.nnodes > 1 and arguments.master_addr is None:
         raise ValueError("--nnodes above 1 needs --master-addr, the address of node 0, the same on every node")
-    return Nodes(
-        nnodes=arguments.nnodes,
-        node_rank=arguments.node_rank,
-        master_addr=arguments.master_addr,
-        master_port=arguments.master_port,
-        local_addr=arguments.local_addr,
-    )
+    return Nodes(**{field.name: getattr(arguments, field.name) for field in fields(Nodes)})
 
 
 def _list_presets() -> int:
@@ -264,10 +186,3 @@ def _list_presets() -> int:
         shape = f"{job.model.layers} layers of {job.model.hidden}"
         print(f"{job.name:14} {size:>7}  {shape}, stage {job.shard['stage']}{offload}")
     return 0
-
-
-def _stage(text: str) -> int | str:
-    """Return a stage as it is written on the command line."""
-    if text not in ("0", "1", "2", "3", "auto"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be 0, 1, 2, 3 or auto")
-    return text if text == "auto" else int(text)

@@ -1,7 +1,7 @@
-"""Checks that all ranks were given the same model, optimizer and options to shard.
+"""Checks that ``shard()`` was given the same model, optimizer and options on all ranks.
 
-Ranks that shard different things would later swap data silently. Some facts belong to one rank alone and may differ:
-which GPU it has, how many threads and how much memory it may use, where its copy of the weights lies.
+Ranks that shard different things would later swap data silently. Some facts may differ from rank to rank: the GPU, the
+number of threads, the memory limits, the path of the weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -22,21 +22,21 @@ from ..system import compat
 from .fabric import DisagreementError, Fabric
 
 OF_ONE_RANK = ("device", "mesh", "weights", "example", "offload", "init")
-"""Options that are not compared as they are; ``_facts_of_options`` says what of them must agree."""
+"""Options that are not compared as they are. ``_facts_of_options`` picks the parts of them that must agree."""
 OF_ONE_RANK_OFFLOADING = ("threads", "host_memory", "device_memory")
-"""The same for ``Offload``: results do not depend on them."""
+"""Options of ``Offload`` that are not compared, because results do not depend on them."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 HASH_BYTES = 7
-"""A hash and its negative fit a signed 64-bit integer."""
+"""With 7 bytes, a hash and its negative both fit into a signed 64-bit integer."""
 
 
 def check_same_everywhere(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
 ) -> None:
-    """Raises ``DisagreementError`` on all ranks if one of them has a fact that differs from rank 0's.
+    """Raises ``DisagreementError`` on all ranks if the facts of one rank differ from rank 0's.
 
-    Collective. A hash is compared first. Only where it differs does rank 0 send its facts, and every rank answers with
-    one line: the facts of a large model, gathered from a thousand ranks, would fill the host's memory.
+    Collective. Ranks first compare a hash. Only if the hashes differ, rank 0 sends its facts, and every rank answers
+    with one line: the facts of a large model, gathered from a thousand ranks, would fill the host's memory.
     """
     mine = facts(model, optimizer, config, fabric.device)
     digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:HASH_BYTES], "big")
@@ -49,7 +49,7 @@ def check_same_everywhere(
 
 
 def first_difference(zeroth: list[str], other: list[str]) -> tuple[str, str] | None:
-    """Rank 0's fact and another rank's in its place, where the two lists first differ; None if they are equal.
+    """The first pair of facts in which two ranks differ. None if all are equal.
 
     >>> first_difference(["stage=2", "parameter bias"], ["stage=2"])
     ('parameter bias', 'nothing more')
@@ -59,19 +59,13 @@ def first_difference(zeroth: list[str], other: list[str]) -> tuple[str, str] | N
 
 
 def facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, device: torch.device) -> list[str]:
-    """Everything that must be the same on all ranks, a line each: options, then optimizer, parameters and buffers.
+    """Everything that must be the same on all ranks, one line each: options, optimizer, parameters, buffers.
 
     >>> facts(nn.Linear(2, 1, bias=False), None, Config(stage=2), torch.device("cuda", 3))[-3:]
     ["device of type 'cuda'", 'no optimizer', 'parameter weight (1, 2) torch.float32, trained, in no group']
     """
-    return [
-        _ADDRESS.sub("", fact)
-        for fact in (
-            *_facts_of_options(config, device),
-            *_facts_of_optimizer(optimizer),
-            *_facts_of_model(model, optimizer),
-        )
-    ]
+    found = chain(_facts_of_options(config, device), _facts_of_optimizer(optimizer), _facts_of_model(model, optimizer))
+    return [_ADDRESS.sub("", fact) for fact in found]
 
 
 def _facts_of_options(config: Config, device: torch.device) -> Iterator[str]:
@@ -84,9 +78,9 @@ def _facts_of_options(config: Config, device: torch.device) -> Iterator[str]:
         for option in fields(Offload):
             if option.name not in OF_ONE_RANK_OFFLOADING:
                 yield f"offload.{option.name}={getattr(config.offload, option.name)!r}"
-    yield f"init={'a function' if callable(config.init) else config.init}"  # which may be bound to a rank's own things
+    yield f"init={'a function' if callable(config.init) else config.init}"  # it may be bound to objects of one rank
     yield "no mesh" if config.mesh is None else f"mesh of shape {tuple(config.mesh.mesh.shape)}"
-    yield "no weights=" if config.weights is None else "weights="  # whose checksum is compared when they are read
+    yield "no weights=" if config.weights is None else "weights="  # their checksum is compared when they are read
     yield f"device of type {device.type!r}"
 
 
@@ -101,7 +95,7 @@ def _facts_of_optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str
 
 
 def _without_device(value: Any) -> Any:
-    """A setting of a group; tensors, such as a learning rate on the GPU, by their values if they have some."""
+    """A setting of a group. A tensor, such as a learning rate on the GPU, is replaced by its values if it has any."""
     if isinstance(value, Tensor):
         has_values = not (value.is_meta or compat.is_fake(value))
         return value.tolist() if has_values else f"{tuple(value.shape)} {value.dtype}"

@@ -1,8 +1,8 @@
-"""The ranks that share a model, and every collective between them, counted.
+"""The ranks that share a model, and every collective between them.
 
-There are two *lanes* (``lane.py``) for model states, because ranks may legitimately differ in when a gradient is ready
-and not in when a parameter is needed: **gathers** carries parameters and agreements, **reduces** carries gradients.
-Nothing outside these two files talks to ``torch.distributed`` about a model's states.
+Model states travel on two *lanes* (``lane``): **gathers** carries parameters and agreements, **reduces** carries
+gradients. There are two because all ranks need parameters in the same order, but gradients may be ready in a different
+order on each rank. Only this room talks to ``torch.distributed`` about model states.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,16 +20,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.bounds import MESSAGE_BYTES
-from .lane import Lane, StallError, all_gather, work_of
+from .grid import Grid, grid
+from .lane import Lane, StallError
 from .messages import in_messages, pack, unpack
-from .parallel import grid
 from .process_group import backend_for, warn_of_gloo
-from .traffic import Meter
+from .traffic import Volume
+from .transport import transport_for, work_of
 from .watchdog import Watchdog
 
 POLL_SECONDS = 0.0002
 FAILURE_SECONDS = 1.0
-"""How often a rank that waits looks whether another has left word of what went wrong there."""
+"""How often a waiting rank asks whether another rank has failed."""
 
 
 class DisagreementError(RuntimeError):
@@ -39,11 +40,11 @@ class DisagreementError(RuntimeError):
 class Fabric:
     """The ranks that share a model: who they are, the lanes between them, and what they must agree on.
 
-    With a two-dimensional mesh, states are divided among the ranks of a row, and rows are replicas of each other:
-    gathers and reduces stay inside a row, and the shards of averaged gradients are averaged once more between rows.
+    With a two-dimensional mesh, the ranks of a row divide the states, and rows are replicas of each other. Gathers and
+    reduces stay inside a row. The shards of averaged gradients are then averaged once more over the replicas.
 
-    With tensor parallelism each of its ranks has rows of its own. Nothing of a model's states passes between these;
-    only decisions do, and activations.
+    With tensor parallelism each tensor-parallel rank has rows of its own. Model states never pass from one
+    tensor-parallel rank to another. Only decisions and activations do.
     """
 
     def __init__(
@@ -53,111 +54,76 @@ class Fabric:
         mesh: DeviceMesh | None = None,
         model_mesh: DeviceMesh | None = None,
     ) -> None:
-        self.device = device
-        self.stall_timeout = stall_timeout
-        self.patience = timedelta(seconds=stall_timeout)
-        self.meter, self.meter_between, self.meter_model = Meter(), Meter(), Meter()
+        self.device, self.stall_timeout = device, stall_timeout
+        self._patience = timedelta(seconds=stall_timeout)
         self.rank, self.world, self.backend = 0, 1, "none"
-        self._watchdog: Watchdog | None = None
-        self.group = self.data_group = gathers = reduces = between = model = None
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.backend = backend_for(dist.group.WORLD, device)
+        self._alone = self.world == 1 or self.backend == "fake"
+        """No other rank answers."""
+        self.group = self.data_group = self._new_groups([range(self.world)])
+        ranks = Grid([[[0]]], [[0]])
         if self.world > 1:
-            self.group = self.data_group = self._new_groups([range(self.world)])
-            ranks = grid(mesh, model_mesh, None if self.backend == "fake" else self._gather_first)
-            rows = [row for column in ranks.data for row in column]
-            if len(ranks.data) > 1:
-                self.data_group = self._new_groups([[rank for row in column for rank in row] for column in ranks.data])
-                model = self._new_groups(ranks.model)
-            gathers, reduces = self._new_groups(rows), self._new_groups(rows)
-            between = self._new_groups([members for column in ranks.data for members in zip(*column, strict=True)])
-            if self.group is not None and self.backend != "fake":
-                self._watchdog = Watchdog.start(self.rank, self.world, self.group.group_name)
-                weakref.finalize(self, self._watchdog.stop)
-        self.gathers = Lane("gathers", self, gathers, self.meter)
-        self.reduces = Lane("reduces", self, reduces, self.meter)
-        self.between = Lane("between replicas", self, between, self.meter_between)
-        self.model = Lane("model parallel", self, model, self.meter_model)
+            ranks = grid(mesh, model_mesh, None if self._alone else self._gather_first)
+        if len(ranks.data) > 1:
+            self.data_group = self._new_groups([[rank for row in column for rank in row] for column in ranks.data])
+        model = self._new_groups(ranks.model)
+        rows = [row for column in ranks.data for row in column]
+        gathers, reduces = self._new_groups(rows), self._new_groups(rows)
+        replicas = self._new_groups([members for column in ranks.data for members in zip(*column, strict=True)])
+        if self._alone or self.group is None:
+            self.watchdog = Watchdog.silent(self.rank, self.world)
+        else:
+            self.watchdog = Watchdog.start(self.rank, self.world, self.group.group_name, stall_timeout)
+            weakref.finalize(self, self.watchdog.stop)
+        self.gathers = self._new_lane("gathers", gathers)
+        self.reduces = self._new_lane("reduces", reduces)
+        self.replicas = self._new_lane("between replicas", replicas)
+        self.replicas.stream = self.reduces.stream  # an average over replicas follows a reduce anyway
+        self.model = self._new_lane("model parallel", model)
+        self.lanes = (self.gathers, self.reduces, self.replicas)
+        """The lanes on which all ranks must do the same. Data-parallel ranks may differ in what they recompute."""
+        self.shard_rank, self.shards = self.gathers.rank, self.gathers.world
+        """Which shard is this rank's, and among how many ranks states are divided."""
+        self.data_parallel = self.shards * self.replicas.world
+        """Over how many ranks gradients are averaged."""
+        self.data_rank = self.replicas.rank * self.shards + self.shard_rank
+        """Which part of the data is this rank's. The ranks of one tensor-parallel group have the same part."""
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        """How many ranks share this host: all, unless torchrun says otherwise."""
         warn_of_gloo(self.backend, device, self.model.world)
-        if self.reduces.stream is not None:
-            self.between.stream = self.reduces.stream  # one after the other anyway
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def _gather_first(self, value: object) -> list[Any]:
-        """Every rank's small value, before there are lanes."""
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    @property
-    def shard_rank(self) -> int:
-        """Which shard is this rank's."""
-        return self.gathers.rank
-
-    @property
-    def shards(self) -> int:
-        """Among how many ranks states are divided."""
-        return self.gathers.world
-
-    @property
-    def data_rank(self) -> int:
-        """Which part of the data is this rank's; ranks of one group of tensor parallelism have the same."""
-        return self.between.rank * self.gathers.world + self.gathers.rank
-
-    @property
-    def local_ranks(self) -> int:
-        """Ranks that share this host: all, unless torchrun says otherwise."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
-
-    @property
-    def data_parallel(self) -> int:
-        """Over how many ranks gradients are averaged."""
-        return self.gathers.world * self.between.world
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """Those on which all ranks must do the same. Data-parallel ranks may differ in what they recompute."""
-        return (self.gathers, self.reduces, self.between)
-
     def _new_groups(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Makes a group of every row, as all ranks must; returns this rank's, or None if it is alone in it."""
+        """Makes a group of every row, as all ranks must. Returns this rank's group, or None if its row is alone."""
         mine = None
         for row in rows:
             if len(row) > 1:
-                group = self._new_group(list(row))
+                # NCCL's own watchdog would abort the process and not say who was missing, so its limit stays long.
+                limit = None if self.backend == "nccl" else self._patience
+                group = dist.new_group(list(row), timeout=limit)
                 mine = group if self.rank in row else mine
-        return mine
+        return mine if isinstance(mine, dist.ProcessGroup) else None
 
-    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup | None:
-        # NCCL's own watchdog would abort the process without a word on who was missing, so its limit stays long.
-        limit = None if self.backend == "nccl" else self.patience
-        created = dist.new_group(ranks, timeout=limit)
-        return created if isinstance(created, dist.ProcessGroup) else None
+    def _new_lane(self, name: str, group: dist.ProcessGroup | None) -> Lane:
+        transport = transport_for(group, self.backend, self.device, self._patience)
+        return Lane(name, group, transport, self.device, self.watchdog)
 
-    def progress(self, where: str) -> None:
-        if self._watchdog is not None:
-            self._watchdog.note(where)
-
-    @property
-    def tell_failure(self) -> Callable[[str], None] | None:
-        """Leaves word for the other ranks of what went wrong on this one; None where there are none."""
-        return None if self._watchdog is None else self._watchdog.fail
-
-    def explain_stall(self, where: str) -> str:
-        if self._watchdog is None:
-            return f"rank {self.rank} could not complete {where}"
-        return self._watchdog.explain(where, self.stall_timeout)
+    def take_volume(self) -> Volume:
+        """What this rank moved since the last call."""
+        shards = {**self.gathers.meter.take(), **self.reduces.meter.take()}
+        return Volume(shards, self.replicas.meter.take(), self.model.meter.take())
 
     def broadcast(self, tensor: Tensor, *, divided: bool = False) -> None:
-        """Takes rank 0's values; of what tensor parallelism divides, those of the first rank that has the same part."""
+        """Takes rank 0's values. ``divided``: the values of the first rank that has the same part of the model."""
         group = self.data_group if divided else self.group
         if group is not None:
             with self.gathers.blaming_stalls():
                 dist.broadcast(tensor, group=group, group_src=0)
 
     def broadcast_together(self, tensors: Sequence[Tensor], *, divided: bool = False) -> None:
-        """``broadcast`` of many tensors of any dtype, in one message if they are small."""
+        """``broadcast`` of many tensors of any dtype. Small tensors share a message."""
         if (self.data_group if divided else self.group) is None:
             return
         for parts in in_messages(tensors, MESSAGE_BYTES):
@@ -167,18 +133,20 @@ class Fabric:
 
     def gather_objects(self, value: object) -> list[Any]:
         """Every rank's small Python value, in rank order. Blocks."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.world
-        if self.backend == "fake":
+        if self._alone:
             return [value] * self.world
         with self.gathers.blaming_stalls():
-            dist.all_gather_object(values, value, group=self.group)
+            return self._gather_first(value)
+
+    def _gather_first(self, value: object) -> list[Any]:
+        """``gather_objects`` before there are lanes."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def from_rank_zero(self, value: object) -> Any:
         """Rank 0's Python value, on every rank. Blocks."""
-        if self.group is None or self.backend == "fake":
+        if self._alone:
             return value
         values = [value]
         with self.gathers.blaming_stalls():
@@ -188,19 +156,19 @@ class Fabric:
     def maximum(self, values: list[int], where: str = "the agreement on gradients") -> list[int]:
         """The element-wise maximum over all ranks, on the host. Blocks, but does not wait for the device's work.
 
-        ``where`` tells in an error what the ranks were about to agree on.
+        ``where`` tells, in an error, what the ranks wanted to agree on.
         """
-        if self.group is None or self.backend == "fake":
+        if self._alone:
             return values
-        self.progress(where)
+        self.watchdog.note(where)
         host = torch.tensor(values, dtype=torch.int64)
         if self._side is None:
             with self.gathers.blaming_stalls():
                 work = work_of(dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group, async_op=True))
-                work.wait(self.patience)
+                work.wait(self._patience)
             return [int(value) for value in host.tolist()]
         if self.gathers.stream is not None:
-            self._side.wait_stream(self.gathers.stream)  # one order of operations in a group
+            self._side.wait_stream(self.gathers.stream)  # the operations of a group have one order
         with torch.cuda.stream(self._side), self.gathers.blaming_stalls():
             on_device = host.pin_memory().to(self.device, non_blocking=True)
             dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self.group)
@@ -211,34 +179,24 @@ class Fabric:
         self._wait_on_host(event, where)
         return [int(value) for value in agreed.tolist()]
 
-    def sum_in_order(self, value: Tensor) -> Tensor:
-        """The sum of all shards' scalars, then of all parts of the model, on the device: the same bits on all ranks."""
-        for lane in (self.gathers, self.model):
-            if lane.group is not None:
-                gathered = torch.empty(lane.world, dtype=value.dtype, device=value.device)
-                self.progress("gradient norm")
-                with lane.blaming_stalls():
-                    all_gather(gathered, value.reshape(1), lane.group)
-                value = gathered.sum()
-        return value
-
-    def gather_along_model(self, value: Tensor) -> Tensor:
-        """The small tensors of all model-parallel ranks, one row each."""
-        gathered = torch.empty(self.model.world, *value.shape, dtype=value.dtype, device=value.device)
-        with self.model.blaming_stalls():
-            all_gather(gathered, value[None], self.model.group)
-        return gathered
-
     def _wait_on_host(self, event: torch.cuda.Event, where: str) -> None:
         deadline = time.monotonic() + self.stall_timeout
         look = time.monotonic() + FAILURE_SECONDS
         while not event.query():
             now = time.monotonic()
-            if now > look and self._watchdog is not None:
+            if now > look:
                 look = now + FAILURE_SECONDS
-                deadline = now if self._watchdog.failure() is not None else deadline
+                deadline = now if self.watchdog.failure() is not None else deadline
             if now >= deadline:
-                stall = self.explain_stall(where)
+                stall = self.watchdog.explain(where)
                 self.gathers.break_off(stall)
                 raise StallError(stall)
             time.sleep(POLL_SECONDS)
+
+    def sum_in_order(self, value: Tensor) -> Tensor:
+        """The sum of a scalar over all shards, then over all parts of the model. The same bits on all ranks."""
+        for lane in (self.gathers, self.model):
+            if lane.group is not None:
+                self.watchdog.note("gradient norm")
+                value = lane.gather_small(value).sum()
+        return value

@@ -1,4 +1,7 @@
-"""Many small tensors as the bytes of one message: a model with batch norm has hundreds of buffers of a few bytes."""
+"""Packs many small tensors into one message.
+
+A model with batch norm has hundreds of buffers of a few bytes. One broadcast for each would be slow.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from ..system import compat
 
 
 def in_messages(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Divides tensors into messages of at most ``most`` bytes, unless one tensor is larger.
+    """Divides tensors into messages of at most ``most`` bytes. A larger tensor is a message by itself.
 
-    The division depends on shapes and dtypes alone, so that ranks agree on it. Wide dtypes come first: each tensor then
-    begins at a multiple of its element's size.
+    The division depends only on shapes and dtypes, so all ranks divide alike. Wide dtypes come first, so each tensor
+    begins at a multiple of its element size.
     """
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise ValueError("a sparse buffer cannot be sent to other ranks; make it dense with to_dense()")
@@ -31,17 +34,17 @@ def in_messages(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The tensors' bytes, one after the other, in memory of their own."""
+    """Copies the bytes of the tensors, one tensor after the other, into a new tensor."""
     return torch.cat([_bytes_of(tensor).to(device) for tensor in tensors])
 
 
 def unpack(message: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Writes the bytes of a message that ``pack`` has made to the tensors."""
+    """Writes a message made by ``pack`` into the tensors."""
     parts = message.split([tensor.nbytes for tensor in tensors])
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for tensor, part in zip(tensors, parts, strict=True):
         target, source = _distinct(tensor, part.view(tensor.dtype).view(tensor.shape))
-        if target.is_conj() or target.is_neg():  # which torch cannot copy with others
+        if target.is_conj() or target.is_neg():  # torch cannot copy such views together with others
             target.copy_(source)
         else:
             targets, sources = kinds.setdefault((target.dtype, target.device), ([], []))
@@ -52,7 +55,7 @@ def unpack(message: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _distinct(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tensors, without the elements that ``expand()`` shows again: each place of memory is written once."""
+    """Both tensors without the dimensions that ``expand()`` added, so that each element in memory is written once."""
     for dimension, stride in reversed(list(enumerate(target.stride()))):
         if stride == 0 and target.shape[dimension]:
             target, source = target.select(dimension, 0), source.select(dimension, 0)

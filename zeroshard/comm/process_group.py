@@ -1,4 +1,4 @@
-"""The process group under the lanes: started from torchrun's environment, and ended."""
+"""Starts the process group from torchrun's environment, and ends it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def start_process_group(device: torch.device) -> None:
-    """Starts one with the device's backend, if there is none yet and torchrun's environment says who we are."""
+    """Starts a group with the device's backend, if there is none yet and torchrun has set the rank."""
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         backend, index = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         store = _store_of_restart()
@@ -23,29 +23,30 @@ def start_process_group(device: torch.device) -> None:
 
 
 def _store_of_restart() -> Any:
-    """Names of its own for every restart under torchrun; None where that is not needed, or cannot be told.
+    """A store with names of its own for a restart under torchrun. None if it is not needed or not possible.
 
-    torchrun's agent keeps one store over restarts, in which torch looks up addresses by names that are always the same:
-    ranks that are started anew would find those of the dead. On one node, all ranks know which restart it is.
+    torchrun's agent has one store for all restarts, and torch looks up the addresses of ranks there under fixed names.
+    A restarted rank would find the address of a dead rank. Only on a single node do all ranks know the number of the
+    restart.
     """
     known = os.environ.get
     restart, local, world = known("TORCHELASTIC_RESTART_COUNT", "0"), known("LOCAL_WORLD_SIZE"), known("WORLD_SIZE")
     if restart == "0" or local != world or known("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
-    stores: Any = dist  # whose annotations do not list them
+    stores: Any = dist  # its annotations do not list the stores
     store = stores.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return stores.PrefixStore(f"restart {restart}", store)
 
 
 def end_process_group() -> None:
-    """Ends it, if there is one, when all ranks have come."""
+    """Ends the process group, if there is one, after all ranks have come here."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def warn_of_gloo(backend: str, device: torch.device, degree: int) -> None:
-    """Tensor parallelism on GPUs without NCCL: a tensor that DTensor gathers ends the process."""
+    """Warns of tensor parallelism on GPUs without NCCL: torch crashes where DTensor gathers a tensor."""
     if degree > 1 and backend == "gloo" and device.type == "cuda":
         warnings.warn(
             "tensor parallelism of CUDA tensors over Gloo: where DTensor gathers one, torch ends the process with a "
@@ -55,7 +56,7 @@ def warn_of_gloo(backend: str, device: torch.device, degree: int) -> None:
 
 
 def backend_for(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The backend that serves tensors of this device: a group may have one for each, written "cpu:gloo,cuda:nccl"."""
+    """The backend for tensors of this device. A group may have several, written as "cpu:gloo,cuda:nccl"."""
     config = str(dist.get_backend_config(group))
     for part in config.split(","):
         kind, _, backend = part.rpartition(":")

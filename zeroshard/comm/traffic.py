@@ -1,12 +1,13 @@
-"""The operations that count as volume, and their count."""
+"""How much ranks communicate: elements, bytes and calls by kind of collective."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
 
-from torch import Tensor
+from ..system import compat
 
 
 class Collective(Enum):
@@ -18,21 +19,32 @@ class Collective(Enum):
 
 
 class Traffic(NamedTuple):
-    """What one kind of collective moved: elements of the flats, whatever the number of ranks; all-reduce twice."""
+    """What one kind of collective moved.
+
+    Elements are those of the whole flat, whatever the number of ranks. An all-reduce counts them twice.
+    """
 
     elements: int = 0
     bytes: int = 0
     calls: int = 0
 
 
-@dataclass
+class Volume(NamedTuple):
+    """What one rank moved in a step, by kind of collective."""
+
+    shards: dict[str, Traffic]
+    """Among the ranks that divide the states."""
+    replicas: dict[str, Traffic]
+    """Between replicas, where a mesh makes some."""
+    model: dict[str, Traffic]
+    """Among tensor-parallel ranks, by zeroshard. What DTensors move is not counted here."""
+
+
 class Meter:
-    """Counts traffic by collective."""
+    """Counts traffic by kind of collective."""
 
-    counts: dict[str, Traffic] = field(default_factory=dict)
-
-    def add(self, kind: Collective, tensor: Tensor) -> None:
-        self.count(kind, tensor.numel(), tensor.element_size())
+    def __init__(self) -> None:
+        self.counts: dict[str, Traffic] = {}
 
     def count(self, kind: Collective, numel: int, itemsize: int) -> None:
         old = self.counts.get(kind.value, Traffic())
@@ -40,5 +52,24 @@ class Meter:
         self.counts[kind.value] = Traffic(old.elements + numel, old.bytes + numel * itemsize, old.calls + 1)
 
     def take(self) -> dict[str, Traffic]:
+        """Returns the counts and begins anew."""
         counts, self.counts = self.counts, {}
         return counts
+
+
+@contextmanager
+def count_functional() -> Iterator[Meter]:
+    """Inside, counts torch's functional collectives, which DTensors issue in forward and backward.
+
+    They are counted in the same way as our own. For tests and reports: every operation of torch goes through Python
+    inside.
+    """
+    meter = Meter()
+
+    def see(name: str, elements: int, itemsize: int) -> None:
+        for kind in Collective:
+            if name.startswith(kind.value):
+                meter.count(kind, elements, itemsize)
+
+    with compat.watch_functional_collectives(see):
+        yield meter

@@ -1,7 +1,8 @@
-"""Who is missing? Every rank posts where it is, once a second; a rank whose collective stalls reads what all posted.
+"""Finds the rank that others wait for in vain.
 
-Posting is done by a thread through the process group's key-value store, so that a rank which hangs in other code is
-still described, and a rank which died is known by its silence.
+Every rank posts its last collective once a second, into the key-value store of the process group. A rank whose
+collective stalls reads the posts of all ranks. A thread does the posting: a rank that hangs in other code still posts,
+and a rank that has died is silent.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ..system import compat
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3
 LEAVE_SECONDS = 5.0
-"""How long posts under way are waited for when the interpreter ends."""
+"""How long the end of the interpreter waits for posts under way."""
 
 _posting: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 class Post(NamedTuple):
-    """What a rank last said of itself."""
+    """The last message of a rank about itself."""
 
     beat: int
     operations: int
@@ -35,23 +36,30 @@ class Post(NamedTuple):
 
 
 class Watchdog:
-    """Posts this rank's progress and explains a stall from everybody's."""
+    """Posts this rank's progress, and explains a stall from the posts of all ranks."""
 
-    def __init__(self, store: Any, rank: int, world: int, name: str) -> None:
-        self._store, self._rank, self._world, self._name = store, rank, world, name
+    def __init__(self, store: Any, rank: int, world: int, name: str, timeout: float) -> None:
+        self._store, self._rank, self._world, self._name, self._timeout = store, rank, world, name, timeout
         self._operations, self._where, self._beat = 0, "the start", 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeroshard-watchdog", daemon=True)
 
     @classmethod
-    def start(cls, rank: int, world: int, name: str) -> Watchdog:
-        """Begins to post. ``name`` is the same on all ranks, and no other group's."""
-        watchdog = cls(compat.default_store(), rank, world, f"zeroshard/{name}")
+    def start(cls, rank: int, world: int, name: str, timeout: float) -> Watchdog:
+        """Begins to post. ``name`` is the same on all ranks, and belongs to no other group."""
+        watchdog = cls(compat.default_store(), rank, world, f"zeroshard/{name}", timeout)
         watchdog._thread.start()
         _posting.add(watchdog)
         return watchdog
 
+    @classmethod
+    def silent(cls, rank: int, world: int) -> Watchdog:
+        """Posts nothing. For a rank that waits for no other rank."""
+        stores: Any = dist  # its annotations do not list HashStore
+        return cls(stores.HashStore(), rank, world, "zeroshard", 0.0)
+
     def note(self, where: str) -> None:
+        """Remembers the collective that this rank begins, for the next post."""
         self._operations += 1
         self._where = where
 
@@ -59,41 +67,43 @@ class Watchdog:
         self._stopped.set()
 
     def fail(self, what: str) -> None:
-        """Leaves word of what went wrong on this rank, for those that will wait for it in vain. On any thread."""
+        """Tells the other ranks what went wrong on this one. Any thread may call it."""
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store is gone: the job is ending
             self._store.set(f"{self._name}/failed", json.dumps((self._rank, what)))
 
     def failure(self) -> str | None:
-        """What went wrong on another rank, where one has left word."""
+        """What went wrong on another rank, if that rank has called ``fail``."""
         with contextlib.suppress(RuntimeError, dist.DistError):
             if self._store.check([f"{self._name}/failed"]):
                 rank, what = json.loads(self._store.get(f"{self._name}/failed"))
                 return None if rank == self._rank else f"rank {rank} failed: {what}"
         return None
 
-    def explain(self, waiting_in: str, timeout: float) -> str:
-        """One sentence on which rank is missing; looks twice, some beats apart, to tell the silent from the slow."""
+    def explain(self, waiting_in: str) -> str:
+        """One sentence that names the missing rank.
+
+        Reads all posts twice, some beats apart: the post of a slow rank changes, the post of a dead rank does not.
+        """
         failed = self.failure()
         if failed is not None:
             return f"rank {self._rank} waited for {waiting_in}, and {failed}"
         before = self._read_all()
         self._stopped.wait(SILENT_BEATS * BEAT_SECONDS)
         after = self._read_all()
-        opening = f"rank {self._rank} waited for {waiting_in} (stall_timeout={timeout:g} s)"
+        opening = f"rank {self._rank} waited for {waiting_in} (stall_timeout={self._timeout:g} s)"
         if not after:
             return (
                 f"{opening}; rank 0, which keeps the store of the process group, cannot be reached: it has died or left"
             )
-        silent = [rank for rank in range(self._world) if rank not in after or before.get(rank) == after[rank]]
-        silent = [rank for rank in silent if rank != self._rank]
-        if silent:
-            rank = silent[0]
-            seen = f"last seen at {after[rank].where}" if rank in after else "never seen"
-            return f"{opening}; rank {rank} has died or left ({seen})"
-        behind = min((post.operations, rank) for rank, post in after.items() if rank != self._rank)[1]
-        ahead = [rank for rank, post in after.items() if post.operations > after[behind].operations]
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        for rank in others:
+            if rank not in after:
+                return f"{opening}; rank {rank} has died or left (never seen)"
+            if before.get(rank) == after[rank]:
+                return f"{opening}; rank {rank} has died or left (last seen at {after[rank].where})"
+        behind = min(others, key=lambda rank: after[rank].operations)
         where = after[behind].where
-        if not ahead:
+        if all(post.operations <= after[behind].operations for post in after.values()):
             return f"{opening}; rank {behind} is alive, at {where}, and did not join"
         return f"{opening}; rank {behind} is alive but behind: its last collective was {where}"
 
@@ -122,7 +132,7 @@ class Watchdog:
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that comes back from the store when the interpreter is gone would be ended by C++, with the process."""
+    """Ends the posting threads: one that returns from the store after the interpreter's end would abort the process."""
     watchdogs = list(_posting)
     for watchdog in watchdogs:
         watchdog.stop()

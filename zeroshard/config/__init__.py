@@ -1,6 +1,7 @@
 """What a user may ask for, and the pure maths that follows from it.
 
-This room makes no tensor and talks to nobody. ``options`` and ``offload`` hold the options of ``shard()``, ``job``
-those of ``zeroshard train``, ``table`` the extents and places that a stage stands for, ``layout`` the way from
-parameters to units, flats and shards. Read ``table`` first.
+This room makes no tensor and communicates nothing. Its door is ``options.Config``, every option of ``shard()``, and
+``job.load_job``, which reads a job of ``zeroshard train``. ``offload`` has the options of offloading, ``checks`` is the
+one validator of all of them. ``table`` says which extent and place a stage stands for, ``layout`` leads from parameters
+to units, flats and shards, ``bounds`` has sizes of buffers. Read ``table`` first, then ``options``.
 """

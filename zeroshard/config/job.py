@@ -1,60 +1,50 @@
-"""A training job as a TOML file: four tables, read into frozen dataclasses, with every error reported at once.
+"""A training job as a TOML file: four tables, read into frozen dataclasses, with every mistake reported at once.
 
-    [model]   the GPT's shape             ModelConfig
-    [data]    what to train on            DataConfig
-    [train]   how long, how fast          TrainConfig, below
+    [model]   the shape of the GPT        ModelConfig
+    [data]    the text to train on        DataConfig
+    [train]   how long, how fast          TrainConfig
     [shard]   options of zeroshard.shard  Config, in options.py
 
-A key that is missing has the default written in its dataclass.
+A key that is missing has the default of its dataclass.
 """
 
 import tomllib
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Protocol, TypeVar
+from typing import Annotated, Final
 
 import torch
 
-from . import options as shard_config
-from .checks import DTYPES, nearest
+from .checks import DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table
+from .options import Activations, Config, Precision
 
 DEFAULT_PRESET: Final = "stdlib-10m"
 DEVICES: Final = ("auto", "cpu", "cuda")
-OFFLOAD_TO_HOST: Final = "cpu"  # stands for an offload with the default of every option
-NONE: Final = "none"  # on the command line: no value, so that the default holds
+OFFLOAD_TO_HOST: Final = "cpu"  # an offload with the default of every option
+NONE: Final = "none"  # on the command line: takes a key away, so that its default holds
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The shape of a GPT: the `[model]` table of a configuration."""
 
-    layers: int = 6
-    hidden: int = 384
-    heads: int = 6
-    sequence: int = 256
-    """Longest context in tokens; there is one learned position for each."""
-    vocabulary: int = 256
-    """256 for bytes. A larger one is allowed (the corpus then leaves the rest unused), a smaller one is not."""
+    layers: Annotated[int, at_least(1)] = 6
+    hidden: Annotated[int, at_least(1)] = 384
+    heads: Annotated[int, at_least(1)] = 6
+    sequence: Annotated[int, at_least(1)] = 256
+    """Longest context in tokens. Each position has a learned embedding."""
+    vocabulary: Annotated[int, must("be at least 256, as the corpus is bytes", lambda value: value >= 256)] = 256
+    """256 for bytes. A larger vocabulary is allowed, and the corpus then leaves the rest unused."""
     tied: bool = True
     """The head is the transposed token embedding, which saves vocabulary × hidden parameters."""
     checkpointing: bool = False
-    """Keep one tensor a block from forward to backward and recompute the rest: 33% more compute, far less memory."""
+    """Store one tensor a block from forward to backward and recompute the rest: 33% more compute, far less memory."""
 
-    def problems(self) -> list[tuple[str, str]]:
-        """Return (key, what is wrong with it) for every value that makes no model."""
-        found = [
-            (key, f"must be at least 1, is {value}")
-            for key in ("layers", "hidden", "heads", "sequence")
-            if (value := getattr(self, key)) < 1
-        ]
-        if self.vocabulary < 256:
-            found.append(("vocabulary", f"must be at least 256, as the corpus is bytes; is {self.vocabulary}"))
-        if self.heads >= 1 and self.hidden % self.heads:
-            found.append(("heads", f"must divide hidden = {self.hidden}, is {self.heads}"))
-        return found
+    def conflicts(self) -> Iterator[Mistake]:
+        if self.hidden % self.heads:
+            yield Mistake(("heads", "hidden"), f"must divide hidden = {self.hidden}, is {self.heads}")
 
     @property
     def parameters(self) -> int:
@@ -69,86 +59,49 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on: the `[data]` table of a configuration."""
+class DataConfig(Section):
+    """The text to train on: the `[data]` table of a configuration."""
 
-    folder: str = ""
-    """A folder of text files; empty for the Python standard library's source."""
-    suffixes: tuple[str, ...] = (".py",)
-    """Only files whose names end so are read."""
-    held_out: float = 0.05
-    """The share of files kept for evaluation."""
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Return (key, what is wrong with it) for every value that makes no corpus."""
-        found = []
-        if self.folder and not Path(self.folder).is_dir():
-            found.append(("folder", f"no such folder: {self.folder}"))
-        if not self.suffixes:
-            found.append(("suffixes", "must name at least one, for example ['.txt']"))
-        if not 0 < self.held_out < 1:
-            found.append(("held_out", f"must be between 0 and 1, is {self.held_out}"))
-        return found
+    folder: Annotated[str, must("be an existing folder", lambda value: not value or Path(value).is_dir())] = ""
+    """A folder of text files; empty for the source of Python's standard library."""
+    suffixes: Annotated[tuple[str, ...], list_of("strings", str), must("name at least one, as ['.txt']", bool)] = (
+        ".py",
+    )
+    """Only files whose names end with one of these are read."""
+    held_out: Annotated[float, must("be between 0 and 1", lambda value: 0 < value < 1)] = 0.05
+    """The share of the files that is used for evaluation only."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Section):
     """How long and how fast to train: the `[train]` table of a configuration."""
 
-    steps: int = 160
-    batch: int = 4
+    steps: Annotated[int, at_least(1)] = 160
+    batch: Annotated[int, at_least(1)] = 4
     """Sequences per rank and step."""
-    lr: float = 8e-4
-    """The highest learning rate, reached after the warm-up and followed by a cosine to a tenth of it."""
-    warmup: float = 0.1
+    lr: Annotated[float, must("be above 0", lambda value: value > 0)] = 8e-4
+    """The highest learning rate, reached after the warm-up. A cosine then lowers it to a tenth."""
+    warmup: Annotated[float, must("be a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)] = 0.1
     """The share of the steps over which the learning rate rises linearly."""
-    weight_decay: float = 0.1
-    seed: int = 0
+    weight_decay: Annotated[float, at_least(0)] = 0.1
+    seed: Annotated[int, at_least(0)] = 0
     """Decides the initial parameters, every batch and the sample."""
-    evaluate_every: int = 40
-    """Steps between evaluations on held-out files; there is also one before the first step and one after the last."""
-    evaluate_batches: int = 8
+    evaluate_every: Annotated[int, at_least(1)] = 40
+    """Steps between evaluations on held-out files. There is also one before the first step and one after the last."""
+    evaluate_batches: Annotated[int, at_least(1)] = 8
     """Batches per rank in an evaluation."""
-    report_every: int = 10
+    report_every: Annotated[int, at_least(1)] = 10
     """Steps between two lines of progress."""
-    sample: int = 200
+    sample: Annotated[int, at_least(0)] = 200
     """Bytes of text to sample from the saved weights; 0 for none."""
-    device: str = "auto"
+    device: Annotated[str, must(f"be one of {', '.join(DEVICES)}", DEVICES.__contains__)] = "auto"
     """`cpu`, `cuda`, or `auto` for the GPUs where there are some."""
-    tensor_parallel: int = 1
-    """Ranks that share each replica of the model: they divide its matrices, and see the same batches."""
-
-    save_every: int = 0
-    """Steps between checkpoints, written to `checkpoints` in the run's folder behind training; 0 for none."""
-    keep: int = 3
-    """Checkpoints that are kept; older ones are removed."""
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Return (key, what is wrong with it) for every value that makes no training run."""
-        found = [
-            (key, f"must be at least {least}, is {value}")
-            for key, least in {
-                "save_every": 0,
-                "keep": 1,
-                "steps": 1,
-                "batch": 1,
-                "evaluate_every": 1,
-                "evaluate_batches": 1,
-                "report_every": 1,
-                "sample": 0,
-                "seed": 0,
-                "weight_decay": 0,
-                "tensor_parallel": 1,
-            }.items()
-            if (value := getattr(self, key)) < least
-        ]
-        if not self.lr > 0:
-            found.append(("lr", f"must be above 0, is {self.lr}"))
-        if not 0 <= self.warmup < 1:
-            found.append(("warmup", f"is a share of the steps, from 0 to below 1; is {self.warmup}"))
-        if self.device not in DEVICES:
-            found.append(("device", f"must be one of {', '.join(DEVICES)}, is {self.device!r}"))
-        return found
+    tensor_parallel: Annotated[int, at_least(1)] = 1
+    """Ranks that share each replica of the model. They divide its matrices and see the same batches."""
+    save_every: Annotated[int, at_least(0)] = 0
+    """Steps between checkpoints; 0 for none. They are written to `checkpoints` in the run's folder during training."""
+    keep: Annotated[int, at_least(1)] = 3
+    """How many checkpoints stay; older ones are removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,20 +117,20 @@ class Job:
 
     @property
     def built_model(self) -> ModelConfig:
-        """The model as it is built: where `shard.activations` recomputes its blocks, it does not do so itself."""
-        activations = shard_config.Activations.parse(self.shard.get("activations"))
+        """The model as it is built. If `shard.activations` recomputes its blocks, the model does not."""
+        activations = Activations.parse(self.shard.get("activations"))
         recomputed = activations is not None and activations.checkpoint
         return replace(self.model, checkpointing=False) if recomputed else self.model
 
     @property
     def precision(self) -> str:
         """The parameters' precision by name: "bf16", "fp16" or "fp32"."""
-        dtype = shard_config.Precision.parse(self.shard["precision"]).parameters
+        dtype = Precision.parse(self.shard["precision"]).parameters
         return next((name for name, known in DTYPES.items() if known is dtype), "fp32")
 
 
 class JobError(ValueError):
-    """A configuration that cannot be used, with everything that is wrong with it."""
+    """A configuration that cannot be used, with every mistake in it."""
 
     def __init__(self, source: str, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -204,16 +157,19 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(source, [f"not TOML: {error}"]) from None
     problems = _override(tables, overrides)
-    problems += _unknown(tables, [entry.name for entry in fields(Job) if entry.name != "name"], "")
-    model = _read_table(ModelConfig, tables, "model", problems)
-    data = _read_table(DataConfig, tables, "data", problems)
-    train = _read_table(TrainConfig, tables, "train", problems)
-    shard = {"precision": _default_precision(train.device), **_mapping(tables, "shard", problems)}
-    problems += shard_config.problems(shard, "shard")
-    if train.tensor_parallel > 1 and model.heads % train.tensor_parallel:
+    known = [entry.name for entry in fields(Job) if entry.name != "name"]
+    problems += [f"{name}: unknown key{nearest(name, known)}" for name in tables if name not in known]
+    model, of_model = read_table(ModelConfig, tables.get("model", {}), "model")
+    data, of_data = read_table(DataConfig, tables.get("data", {}), "data")
+    train, of_train = read_table(TrainConfig, tables.get("train", {}), "train")
+    given = tables.get("shard", {})
+    shard = {"precision": _default_precision(train.device), **given} if isinstance(given, dict) else {}
+    _, of_shard = read_table(Config, shard or given, "shard")
+    problems += of_model + of_data + of_train + of_shard
+    if not of_model and model.heads % train.tensor_parallel:
         problems.append(f"train.tensor_parallel: must divide model.heads = {model.heads}, is {train.tensor_parallel}")
-    kept = shard.get("activations")
-    if isinstance(kept, Mapping) and kept.get("checkpoint") is False:
+    activations = shard.get("activations")
+    if isinstance(activations, Mapping) and activations.get("checkpoint") is False:
         problems.append("shard.activations.checkpoint: the model leaves recomputing to it; say true, or leave it out")
     if "device" in shard:
         problems.append("shard.device: every rank has its own here; say train.device = 'cpu' or 'cuda'")
@@ -252,46 +208,6 @@ def parse_override(text: str) -> tuple[str, object]:
         return key.strip(), None if value.strip() == NONE else value.strip()
 
 
-class _Table(Protocol):
-    def problems(self) -> list[tuple[str, str]]: ...
-
-
-_T = TypeVar("_T", bound=_Table)
-
-
-def _read_table(kind: type[_T], tables: Mapping[str, object], path: str, problems: list[str]) -> _T:
-    """Make a dataclass of a table; what is wrong with it goes to `problems`, and a default takes its place."""
-    table = _mapping(tables, path, problems)
-    types = typing.get_type_hints(kind)
-    problems += _unknown(table, list(types), f"{path}.")
-    accepted = {}
-    for key, value in table.items():
-        if key in types:
-            try:
-                accepted[key] = _convert(value, types[key])
-            except TypeError as error:
-                problems.append(f"{path}.{key}: {error}")
-    made = kind(**accepted)
-    # A default that stands in for a rejected value must not be blamed.
-    problems += [f"{path}.{key}: {wrong}" for key, wrong in made.problems() if key in accepted or key not in table]
-    return made
-
-
-def _convert(value: object, kind: object) -> object:
-    """Return a TOML value as the type of a field, or raise TypeError."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind == tuple[str, ...]:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise TypeError(f"must be a list of strings, is {value!r}")
-    assert isinstance(kind, type), "a configuration field is a bool, int, float, str or tuple[str, ...]"
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-        raise TypeError(f"must be {words[kind]}, is {value!r}")
-    return value
-
-
 def _default_precision(device: str) -> str:
     return "bf16" if resolve_device(device) == "cuda" else "fp32"
 
@@ -321,18 +237,6 @@ def _table_at(tables: dict[str, object], names: Iterable[str]) -> dict[str, obje
             return None
         here = inner
     return here
-
-
-def _mapping(tables: Mapping[str, object], name: str, problems: list[str]) -> dict[str, object]:
-    table = tables.get(name, {})
-    if isinstance(table, dict):
-        return table
-    problems.append(f"{name}: must be a table, is {table!r}")
-    return {}
-
-
-def _unknown(table: Mapping[str, object], known: list[str], prefix: str) -> list[str]:
-    return [f"{prefix}{key}: unknown key{nearest(key, known)}" for key in table if key not in known]
 
 
 def _find(source: str) -> Path:

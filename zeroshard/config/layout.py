@@ -1,11 +1,12 @@
 """Pure maths: parameters → units → flats → shards. No tensor is made here and nothing is communicated.
 
-A *unit* is the set of parameters that are gathered, reduced and updated together. Its parameters lie in one or
-more *flats*: padded, contiguous buffers, one for each dtype and each answer to "is it trained?", none larger than
-``max_unit_bytes`` unless one parameter alone is. Rank r of N owns the r-th N-th of every flat: its *shard*.
+A *unit* is a set of parameters that are gathered, reduced and updated together. Its parameters lie in one or more
+*flats*: padded, contiguous buffers. Parameters of different dtypes, and trained and frozen parameters, lie in different
+flats. No flat is larger than ``max_unit_bytes``, unless one parameter alone is. Every flat is divided into N equal
+parts, and rank r of N owns the r-th part: its *shard*.
 
-The layout counts in elements and does not depend on the dtype in use, so that a master in fp32, a parameter in
-bf16 and a checkpoint of either agree on where every element is.
+The layout counts in elements and does not depend on the dtype. So an element has the same place in a master in fp32, in
+a parameter in bf16 and in a checkpoint of either.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ ALIGNMENT = 64
 ROOT = ""
 """Name of the root unit, as ``named_modules`` names the root module."""
 ROOT_TITLE = "(root)"
-"""What it is called where names are read."""
+"""Name of the root unit in messages."""
 
 REPEATED_SHARE = 0.05
-"""A container of repeated blocks is worth units of its own when the blocks hold this share of the parameters."""
+"""Repeated blocks of a container become units if they have at least this share of the parameters."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -44,7 +45,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor without gaps. Asked for every parameter in every step.
+    """The strides of a tensor without gaps. Cached, because every step asks for every parameter.
 
     >>> contiguous_strides((4, 3, 2))
     (6, 2, 1)
@@ -53,7 +54,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Box(NamedTuple):
-    """Which part of a parameter a rank has at all, where tensor parallelism divides it: a range of every axis.
+    """The part of a parameter that tensor parallelism gives to a rank: a range of every axis.
 
     >>> Box(whole=(8, 6), offsets=(4, 0)).part(torch.arange(48).view(8, 6), (2, 6))[:, 0].tolist()
     [24, 30]
@@ -65,7 +66,7 @@ class Box(NamedTuple):
     """Where the part begins on each axis of the whole."""
 
     def part(self, whole: Tensor, shape: Sequence[int]) -> Tensor:
-        """The part, which has this shape, as a view of the whole."""
+        """The part as a view of the whole. ``shape`` is the shape of the part."""
         for axis, (offset, size) in enumerate(zip(self.offsets, shape, strict=True)):
             whole = whole.narrow(axis, offset, size)
         return whole
@@ -79,7 +80,7 @@ class Slot(NamedTuple):
     start: int
     numel: int
     box: Box | None = None
-    """Where the part belongs in the whole parameter; None where tensor parallelism leaves it whole."""
+    """The place of the part in the whole parameter. None if tensor parallelism does not divide the parameter."""
 
     @property
     def stop(self) -> int:
@@ -87,7 +88,7 @@ class Slot(NamedTuple):
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the parameter, whatever tensor parallelism leaves of it here."""
+        """Shape of the parameter before tensor parallelism divides it."""
         return self.shape if self.box is None else self.box.whole
 
     def part(self, whole: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots of a flat, and how N ranks share it."""
+    """The slots of a flat, and how N ranks divide it."""
 
     slots: tuple[Slot, ...]
     world: int
@@ -142,7 +143,7 @@ class FlatLayout:
 
     @property
     def parameters(self) -> int:
-        """Elements of the parameters alone."""
+        """Elements of the parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
@@ -154,7 +155,7 @@ class FlatLayout:
         return Range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def pieces(self, part: Range) -> tuple[Piece, ...]:
-        """The parameters, or parts of them, inside ``part``; empty parameters and padding have none."""
+        """The parameters, or parts of them, inside ``part``. Empty parameters and padding have no pieces."""
         found = []
         for index, slot in enumerate(self.slots):
             start, stop = max(slot.start, part.start), min(slot.stop, part.stop)
@@ -165,22 +166,17 @@ class FlatLayout:
     @cached_property
     def padding(self) -> tuple[Range, ...]:
         """The ranges that belong to no parameter."""
-        gaps, end = [], 0
-        for slot in self.slots:
-            if slot.start > end:
-                gaps.append(Range(end, slot.start))
-            end = slot.stop
-        if self.numel > end:
-            gaps.append(Range(end, self.numel))
-        return tuple(gaps)
+        ends = [0, *(slot.stop for slot in self.slots)]
+        starts = [*(slot.start for slot in self.slots), self.numel]
+        return tuple(Range(end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
 
 def flat_layout(
     parameters: Iterable[tuple[str, Sequence[int]]], world: int, boxes: Mapping[str, Box] | None = None
 ) -> FlatLayout:
-    """Lays named shapes one after the other, each on a boundary, and pads the end so that N equal shards come out.
+    """Lays named shapes one after the other, each on a boundary, and pads the end to get N equal shards.
 
-    ``boxes`` are those of the parameters of which the shape is that of a part.
+    ``boxes`` has the box of each parameter whose shape is the shape of a part.
 
     >>> layout = flat_layout([("weight", (3, 5)), ("bias", (3,))], world=2)
     >>> [slot.start for slot in layout.slots], layout.shard_numel
@@ -196,7 +192,7 @@ def flat_layout(
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit before it has buffers: the module whose calls it follows, and its parameters by name."""
+    """A unit before it has flats: the module whose calls gather and release it, and its parameters by name."""
 
     name: str
     module: nn.Module
@@ -217,10 +213,11 @@ def find_units(
 ) -> list[UnitSpec]:
     """Divides a model's parameters into units: the root unit first, then the others in the order of ``modules()``.
 
-    Without ``chosen``, every outermost ModuleList or Sequential with at least two elements of one class that together
-    hold a fair share of the model gives its elements. (Not only the largest container: an encoder-decoder has two, a
-    ResNet four.) ``itemsize`` is the bytes of an element when parameters are cast; by default each one's own.
-    ``numel`` counts the elements that a rank has of a parameter, or that the one with the largest part has.
+    Without ``chosen``, units are the elements of every outermost ModuleList or Sequential in which at least two
+    elements have the same class, and these have at least ``REPEATED_SHARE`` of the parameters. (Not only of the largest
+    container: an encoder-decoder has two, a ResNet four.) ``itemsize`` is the bytes of an element after a cast, by
+    default those of the parameter's dtype. ``numel`` counts the elements of a parameter on the rank with the largest
+    part of it.
     """
     modules = _chosen_modules(model, chosen) if chosen is not None else _repeated_modules(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -253,10 +250,10 @@ def divide_into_flats(
     numel: Callable[[nn.Parameter], int] = nn.Parameter.numel,
     divided: Callable[[nn.Parameter], bool] = lambda _: False,
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Groups a unit's parameters into those of one flat: same dtype, same trainability, bounded size.
+    """Groups the parameters of a unit into flats: same dtype, all trained or all frozen, bounded size.
 
-    Those that tensor parallelism has divided are kept apart from those that each of its ranks has whole: a norm adds
-    up the one kind over these ranks, and counts the other once.
+    Parameters that tensor parallelism divides lie in other flats than whole parameters. A norm adds up divided
+    parameters over the ranks of tensor parallelism, and counts whole parameters once.
     """
     kinds: dict[tuple[torch.dtype, bool, bool], list[list[tuple[str, nn.Parameter]]]] = {}
     sizes: Counter[tuple[torch.dtype, bool, bool]] = Counter()
@@ -281,8 +278,8 @@ def _repeated_modules(model: nn.Module) -> list[nn.Module]:
             elements = [child for child in module if _has_parameters(child)]
             classes = Counter(type(child) for child in elements)
             repeated = [child for child in elements if classes[type(child)] > 1]
-            held = sum(p.numel() for p in nn.ModuleList(repeated).parameters())
-            if repeated and held >= REPEATED_SHARE * total:
+            numel = sum(p.numel() for p in nn.ModuleList(repeated).parameters())
+            if repeated and numel >= REPEATED_SHARE * total:
                 found.extend(dict.fromkeys(repeated))
                 return
         for child in module.children():
@@ -296,10 +293,7 @@ def _chosen_modules(model: nn.Module, chosen: Sequence[str | type[nn.Module]]) -
     named = dict(model.named_modules())
     picked: dict[str, nn.Module] = {}
     for choice in chosen:
-        if isinstance(choice, str):
-            hits = {name: module for name, module in named.items() if name and _matches(name, choice)}
-        else:
-            hits = {name: module for name, module in named.items() if name and isinstance(module, choice)}
+        hits = {name: module for name, module in named.items() if name and _matches(name, module, choice)}
         if not hits:
             raise ValueError(
                 f"units={choice!r} matches no module of {type(model).__name__}; "
@@ -313,14 +307,16 @@ def _chosen_modules(model: nn.Module, chosen: Sequence[str | type[nn.Module]]) -
     return [part for name, module in named.items() if name in picked for part in _callable_parts(module)]
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name fits a pattern whose wildcards each stand inside one part: ``blocks.*``."""
-    parts, patterns = name.split("."), pattern.split(".")
+def _matches(name: str, module: nn.Module, choice: str | type[nn.Module]) -> bool:
+    """Whether a module has a class, or a dotted name that fits a pattern. A wildcard matches inside one part of it."""
+    if not isinstance(choice, str):
+        return isinstance(module, choice)
+    parts, patterns = name.split("."), choice.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that use a child's parameters without calling it, so that no unit can follow the child."""
+"""Modules that use the parameters of a child without calling the child. Such a child cannot be a unit."""
 
 
 def _split(module: nn.Module, too_big: Callable[[nn.Module], bool]) -> list[nn.Module]:
@@ -331,7 +327,7 @@ def _split(module: nn.Module, too_big: Callable[[nn.Module], bool]) -> list[nn.M
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """What has no forward (a ModuleList, a ParameterDict) is never called, so no unit can follow it: take its parts."""
+    """The module itself, or its parts if it has no forward (a ModuleList): a unit must be called to be gathered."""
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         return [part for child in module.children() for part in _callable_parts(child)]
     return [module] if _has_parameters(module) else []
@@ -342,14 +338,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _parameters_outside(model: nn.Module, inside: set[int]) -> set[nn.Parameter]:
-    found: set[nn.Parameter] = set()
-
-    def visit(module: nn.Module) -> None:
-        if id(module) in inside:
-            return
-        found.update(module.parameters(recurse=False))
-        for child in module.children():
-            visit(child)
-
-    visit(model)
-    return found
+    """The parameters that can be reached without passing through one of the modules inside."""
+    if id(model) in inside:
+        return set()
+    children = (_parameters_outside(child, inside) for child in model.children())
+    return set(model.parameters(recurse=False)).union(*children)

@@ -1,6 +1,6 @@
 """The table of extents and places: the whole idea of ZeRO (DESIGN: "One idea").
 
-The runtime consults it; nothing else depends on the stage.
+The runtime consults this table. Nothing else depends on the stage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .offload import Offload
 
 
 class Extent(Enum):
-    """How much of a model state a rank keeps at rest."""
+    """How much of a model state a rank has at rest."""
 
     WHOLE = "whole"
     SHARD = "shard"
@@ -27,7 +27,7 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class AtRest:
-    """One row of the table: what a model state is between two uses, and where."""
+    """One row of the table: how much of a model state a rank has between two uses, and where."""
 
     extent: Extent
     place: Place = Place.DEVICE
@@ -45,8 +45,8 @@ class StateTable:
 def state_table(stage: int, world: int, offload: Offload | None = None) -> StateTable:
     """The row of extents that a stage stands for, and the row of places of an offload.
 
-    A world of one has nothing to divide: every shard is the whole. But parameters that rest on the host come and go
-    there too.
+    In a world of one rank every shard is the whole, so nothing is divided. The exception are parameters that rest on
+    the host: they are gathered and released on one rank too.
 
     >>> state_table(2, world=4).gradients.extent
     <Extent.SHARD: 'shard'>
@@ -56,12 +56,12 @@ def state_table(stage: int, world: int, offload: Offload | None = None) -> State
     states = Place.DEVICE if offload is None else Place.HOST
     parameters = Place.HOST if offload is not None and offload.parameters == "cpu" else Place.DEVICE
 
-    def at_rest(from_stage: int, place: Place, comes_and_goes: bool = False) -> AtRest:
-        divided = stage >= from_stage and (world > 1 or comes_and_goes)
+    def at_rest(from_stage: int, place: Place, always: bool = False) -> AtRest:
+        divided = stage >= from_stage and (world > 1 or always)
         return AtRest(Extent.SHARD if divided else Extent.WHOLE, place)
 
     return StateTable(
         optimizer=at_rest(1, states),
         gradients=at_rest(2, states),
-        parameters=at_rest(3, parameters, comes_and_goes=parameters is Place.HOST),
+        parameters=at_rest(3, parameters, always=parameters is Place.HOST),
     )

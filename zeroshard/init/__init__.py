@@ -1,4 +1,6 @@
-"""The first values of a sharded model: from the user's module, from initialisers, or from weights on disk.
+"""The first values of a sharded model: from the user's model, from initialisers, or from weights on disk.
 
-Read ``materialise`` first.
+This room knows units and flats, and how their memory gets values. It knows nothing of training: it works once, inside
+``shard()``. ``materialise`` is the door (``adopt_values``), and the file to read first. ``initialisers`` finds the
+initialisers of a model and their order, ``meta`` takes tensors off the meta device, ``weights`` reads safetensors.
 """

@@ -1,4 +1,4 @@
-"""Which initialisers a model on the meta device has, and the order in which they would run on the unsharded model."""
+"""The initialisers of a model on the meta device, in the order in which they would run on the unsharded model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..config.options import Config
 
 
 class Step(NamedTuple):
-    """One turn of the loop."""
+    """One module of the loop over ``modules()``, with its initialiser."""
 
     module: nn.Module
     initialise: Callable[[], object] | None
-    """None: the module has no initialiser, nor has any module around it."""
+    """None: neither the module nor a module around it has an initialiser."""
 
 
 def steps_of(model: nn.Module, config: Config) -> list[Step]:
-    """The turns of the loop, with ``init=`` or with the modules' own initialisers."""
+    """The steps of the loop, with ``init=`` or with the modules' own initialisers."""
     if callable(config.init):
         return [Step(module, partial(config.init, module)) for module in model.modules()]
     return list(_visit(model, None, False, set()))
@@ -30,7 +30,11 @@ def steps_of(model: nn.Module, config: Config) -> list[Step]:
 def _visit(
     module: nn.Module, of_model: Callable[[nn.Module], object] | None, covered: bool, seen: set[nn.Module]
 ) -> Iterator[Step]:
-    """The modules below and including one; ``of_model`` is the ``_init_weights`` of the model around them."""
+    """The steps of a module and of the modules inside it.
+
+    ``of_model`` is the ``_init_weights`` of the model around them. ``covered`` is whether a module around them has an
+    initialiser.
+    """
     if module in seen:
         return
     seen.add(module)
@@ -38,10 +42,9 @@ def _visit(
     own = getattr(module, "reset_parameters", None)
     if of_model is None and callable(own):
         yield Step(module, own)
-    # torch's attention has only this, runs it when its children exist, and means to have the last word on them.
-    late = (
-        getattr(module, "_reset_parameters", None) if next(module.parameters(recurse=False), None) is not None else None
-    )
+    # torch's attention has only `_reset_parameters`, which also sets its children: it runs after them.
+    has_parameters = next(module.parameters(recurse=False), None) is not None
+    late = getattr(module, "_reset_parameters", None) if has_parameters else None
     for child in module.children():
         yield from _visit(child, of_model, covered or of_model is not None or callable(own) or callable(late), seen)
     if of_model is not None:
@@ -51,11 +54,14 @@ def _visit(
 
 
 def _nothing() -> None:
-    """A module around this one has an initialiser, which may set its parameters: those of a ParameterList, say."""
+    """For a module whose parameters an initialiser around it may set, such as a ParameterList."""
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """A model's way to initialise any one of its modules. Others call a method without arguments by that name."""
+    """The method with which a Hugging Face model initialises any of its modules.
+
+    Other models have a method of this name that takes no argument. None for these.
+    """
     method = getattr(module, "_init_weights", None)
     if not callable(method):
         return None
@@ -67,16 +73,17 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], object] | None:
     return found
 
 
-def certainly_unset(step: Step, names: dict[nn.Module, str]) -> list[tuple[str, str]]:
-    """Module and name of tensors that nobody will set, known before anything runs."""
+def certainly_unset(step: Step, prefix: str) -> list[str]:
+    """Names of the tensors of a module that no initialiser will set. Known before anything runs."""
     if step.initialise is not None:
         return []
-    own = [*step.module.named_parameters(recurse=False), *step.module.named_buffers(recurse=False)]
-    return [(names[step.module], name) for name, tensor in own if tensor.is_meta]
+    parameters = step.module.named_parameters(prefix, recurse=False)
+    buffers = step.module.named_buffers(prefix, recurse=False)
+    return [name for name, tensor in (*parameters, *buffers) if tensor.is_meta]
 
 
 def call(initialise: Callable[[], object], name: str) -> None:
-    """Runs an initialiser; what it raises says for which module."""
+    """Runs an initialiser. Its exception gets a note that names the module."""
     try:
         initialise()
     except Exception as error:

@@ -1,19 +1,20 @@
-"""The first values: a unit's parameters move from wherever they are into its flats, one unit at a time.
+"""The first values: the parameters of a unit move into its flats, one unit at a time.
 
-They come from the model itself, from files (``weights=``), or, for a model on the meta device, from initialisers. The
-latter run as this loop would on the unsharded model, so that one seed gives the same weights in every stage and world:
+Values come from the model itself, from files (``weights=``), or, for a model on the meta device, from initialisers.
+Initialisers run as one of these loops would on the unsharded model. So one seed gives the same weights in every stage
+and world size:
 
-- with ``init=`` a callable, ``for module in model.modules(): init(module)``;
-- else ``for module in model.modules(): module.reset_parameters()``, for those that have it;
+- with ``init=`` a function, ``for module in model.modules(): init(module)``;
+- else ``for module in model.modules(): module.reset_parameters()``, for modules that have it;
 - inside a Hugging Face model, its ``_init_weights(module)`` on every module, children before parents as its own
-  ``initialize_weights()`` does: GPT-2's attention, for one, scales down what its child has just been given.
+  ``initialize_weights()`` does. (In GPT-2 the attention scales down the new weights of its child.)
 
-A parameter that tensor parallelism divides is initialised whole, and each rank takes its part, so that the degree makes
-no difference either: initialisers get a plain tensor in place of the DTensor.
+A parameter that tensor parallelism divides is initialised whole: initialisers get a plain tensor in place of the
+DTensor, and each rank takes its part. So the degree of tensor parallelism makes no difference either.
 
-A unit's whole memory comes into being when an initialiser first touches one of its parameters, and is given back when
-the loop leaves it, so that no more than the root unit and one other is whole. (An initialiser that by itself touches
-more than one unit has them all, as long as it runs.)
+A unit gets memory for its whole flats when an initialiser first touches one of its parameters. It gives the memory back
+when the loop leaves the unit. So at most the root unit and one other unit are whole. (If one initialiser touches
+several units, all of them are whole while it runs.)
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ from ..config.options import EMPTY, Config
 from ..states.flat import Flat, Presence
 from ..states.unit import Unit
 from ..system import compat
+from ..system.structures import map_tensors, tensors_in
 from .initialisers import call, certainly_unset, steps_of
 from .meta import blank_buffers, blank_value, has_nan, meta_again_after_an_error, point_at, refuse_unset, take_off_meta
 from .weights import Weights
 
 
 def adopt_values(model: nn.Module, units: list[Unit], fabric: Fabric, config: Config) -> None:
-    """Fills every flat, and takes rank 0's buffers."""
+    """Fills every flat with its first values, and takes the buffers of rank 0."""
+    flats = [flat for unit in units for flat in unit.flats]
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if config.init is not None and not on_meta:
         raise ValueError(
@@ -50,15 +53,14 @@ def adopt_values(model: nn.Module, units: list[Unit], fabric: Fabric, config: Co
         )
     with torch.no_grad(), meta_again_after_an_error(model):
         if config.weights is not None:
-            _read(model, units, fabric, config.weights, config)
+            _read(model, flats, fabric, config.weights, config)
         elif config.init == EMPTY:
-            _leave_empty(model, units, fabric)
+            _leave_empty(model, flats, fabric)
         elif on_meta:
             _initialise(model, units, fabric, config)
         else:
-            for unit in units:
-                for flat in unit.flats:
-                    _adopt(flat)
+            for flat in flats:
+                _adopt(flat)
     for buffer in model.buffers():
         if not isinstance(buffer, DTensor):
             buffer.data = buffer.data.to(fabric.device)
@@ -74,34 +76,27 @@ def _adopt(flat: Flat) -> None:
 
 
 class _OpenUnits(TorchFunctionMode):
-    """The units whose parameters are whole at the moment: any that an operation inside the ``with`` block touches."""
+    """The units whose parameters are whole now. An operation inside the ``with`` block opens every unit it touches."""
 
     def __init__(self, units: list[Unit], fabric: Fabric) -> None:
         super().__init__()
         self._fabric = fabric
         self._unit_of = {id(p): unit for unit in units for flat in unit.flats for p in flat.parameters}
         self._open: dict[Unit, list[Tensor]] = {}
-        self._unset: dict[Unit, list[tuple[str, str]]] = {}
+        """The whole flats of each open unit."""
+        self._unset: dict[Unit, list[str]] = {}
+        """Of each unit that was closed: the parameters that still have elements without a value."""
         self._stand_ins: dict[int, Tensor] = {}
         """By id of a DTensor of an open unit: the plain whole tensor that initialisers get."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors_in((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             unit = self._unit_of.get(id(tensor))
             if unit is not None:
                 self.open(unit)
         if self._stand_ins:
-            args, kwargs = self._replaced(args), self._replaced(kwargs)
+            args, kwargs = map_tensors(lambda tensor: self._stand_ins.get(id(tensor), tensor), (args, kwargs))
         return func(*args, **(kwargs or {}))
-
-    def _replaced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._stand_ins.get(id(value), value)
-        if isinstance(value, dict):
-            return {key: self._replaced(entry) for key, entry in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._replaced(entry) for entry in value)
-        return value
 
     def has(self, unit: Unit) -> bool:
         return unit in self._open
@@ -111,7 +106,7 @@ class _OpenUnits(TorchFunctionMode):
             return
         self._open[unit] = []
         for flat in unit.flats:
-            # In the dtype that the model was built with: others draw other random numbers.
+            # In the dtype that the model was built with: another dtype draws other random numbers.
             origin = torch.zeros(flat.layout.numel, dtype=flat.origin_dtype, device=self._fabric.device)
             if unit in self._unset:
                 origin.copy_(self._whole_master(flat))
@@ -128,7 +123,7 @@ class _OpenUnits(TorchFunctionMode):
                     self._stand_ins[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
     def close(self, unit: Unit) -> None:
-        """Takes rank 0's values and gives the whole back. It can be opened again."""
+        """Takes the values of rank 0 and gives the whole flats back. The unit can be opened again."""
         self._unset[unit] = []
         for flat, origin in zip(unit.flats, self._open.pop(unit), strict=True):
             for slot, view, parameter in zip(flat.layout.slots, flat.views_of(origin), flat.parameters, strict=True):
@@ -137,22 +132,21 @@ class _OpenUnits(TorchFunctionMode):
                     self._fabric.broadcast(whole.data)
                     view.copy_(slot.part(whole.data))
                 if has_nan(view):
-                    module, _, name = slot.name.rpartition(".")
-                    self._unset[unit].append((module, name))
+                    self._unset[unit].append(slot.name)
             flat.presence = Presence.PRESENT
             flat.adopt(origin.to(flat.master_dtype))
 
     def leave(self, unit: Unit) -> None:
-        """Closes a unit, also one that no initialiser has touched, say because ``init`` acts on rank 0 alone."""
+        """Closes a unit, also a unit that no initialiser touched here, for example if ``init`` acts on rank 0 alone."""
         if unit not in self._unset:
             self.open(unit)
         if unit in self._open:
             self.close(unit)
 
     @property
-    def unset(self) -> list[tuple[str, str]]:
-        """Module and name of the parameters that still have elements nobody wrote to."""
-        return [entry for entries in self._unset.values() for entry in entries]
+    def unset(self) -> list[str]:
+        """Names of the parameters that still have elements without a value."""
+        return [name for names in self._unset.values() for name in names]
 
     def _whole_master(self, flat: Flat) -> Tensor:
         master = flat.home.master().to(self._fabric.device)
@@ -163,26 +157,16 @@ class _OpenUnits(TorchFunctionMode):
         return whole
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors_in(entry)
-
-
 # -- the three ways off the meta device -------------------------------------------------------------------------------
 
 
 def _initialise(model: nn.Module, units: list[Unit], fabric: Fabric, config: Config) -> None:
     steps = steps_of(model, config)
     names = {module: name for name, module in model.named_modules()}
-    refuse_unset(model, [entry for step in steps for entry in certainly_unset(step, names)], fabric)
+    refuse_unset(model, [name for step in steps for name in certainly_unset(step, names[step.module])], fabric)
     blanks = blank_buffers(model, fabric.device)
     open_units = _OpenUnits(units, fabric)
-    members = {unit: set(unit.module.modules()) for unit in units}  # of the root unit: all
+    members = {unit: set(unit.module.modules()) for unit in units}  # all modules are members of the root unit
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         if step.initialise is not None:
             with open_units:
@@ -191,12 +175,11 @@ def _initialise(model: nn.Module, units: list[Unit], fabric: Fabric, config: Con
             inside = following is not None and following.module in members[unit]
             if not inside and (step.module in members[unit] or open_units.has(unit)):
                 open_units.leave(unit)
-    fabric.meter.take()  # units that were opened twice are no step's volume
-    unset = [(names[blank.module], blank.name) for blank in blanks if not blank.written()]
-    refuse_unset(model, [*open_units.unset, *unset], fabric)
+    fabric.take_volume()  # the volume of units that were opened twice belongs to no step
+    refuse_unset(model, [*open_units.unset, *(blank.name for blank in blanks if not blank.written())], fabric)
 
 
-def _read(model: nn.Module, units: list[Unit], fabric: Fabric, path: Path, config: Config) -> None:
+def _read(model: nn.Module, flats: list[Flat], fabric: Fabric, path: Path, config: Config) -> None:
     with _one_for_all(fabric):
         weights = Weights(path, model)
     if len(set(fabric.gather_objects(weights.checksum))) > 1:
@@ -210,11 +193,11 @@ def _read(model: nn.Module, units: list[Unit], fabric: Fabric, path: Path, confi
         raise ValueError(f"init={config.init!r} has no effect: weights= holds every parameter and buffer; leave it out")
     for step in steps_of(model, config):
         if step.initialise is not None and any(blank.module is step.module for blank in not_there):
-            # Parameters are on meta still: what an initialiser does to them has no effect and draws no numbers.
+            # Parameters are still on the meta device: setting them has no effect and draws no random numbers.
             call(step.initialise, names[step.module])
-    refuse_unset(model, [(names[blank.module], blank.name) for blank in not_there if not blank.written()], fabric)
+    refuse_unset(model, [blank.name for blank in not_there if not blank.written()], fabric)
     with _one_for_all(fabric):
-        for flat in (flat for unit in units for flat in unit.flats):
+        for flat in flats:
             values = take_off_meta(flat, fabric.device)
             weights.read_flat(flat, values)
             flat.start_from(values)
@@ -223,8 +206,8 @@ def _read(model: nn.Module, units: list[Unit], fabric: Fabric, path: Path, confi
                 weights.read_buffer(buffer)
 
 
-def _leave_empty(model: nn.Module, units: list[Unit], fabric: Fabric) -> None:
-    for flat in (flat for unit in units for flat in unit.flats):
+def _leave_empty(model: nn.Module, flats: list[Flat], fabric: Fabric) -> None:
+    for flat in flats:
         flat.start_from(take_off_meta(flat, fabric.device))
     for blank in blank_buffers(model, fabric.device):
         blank.value.zero_()
@@ -232,7 +215,7 @@ def _leave_empty(model: nn.Module, units: list[Unit], fabric: Fabric) -> None:
 
 @contextmanager
 def _one_for_all(fabric: Fabric) -> Iterator[None]:
-    """What goes wrong with files on one rank is raised on all of them, or the others would wait for it."""
+    """Raises an error with files on one rank on all ranks. Without it the other ranks would wait for that rank."""
     problem = ""
     try:
         yield

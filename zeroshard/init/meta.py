@@ -17,7 +17,7 @@ from ..system import compat
 
 
 def give_memory(tensor: Tensor, memory: Tensor) -> None:
-    """Takes a tensor off the meta device and keeps the object: the optimizer, the user and tied modules hold it."""
+    """Takes a tensor off the meta device. The object stays: the optimizer, the user and tied modules refer to it."""
     if isinstance(tensor, DTensor):
         compat.point(tensor, memory.data)
         return
@@ -30,7 +30,7 @@ def give_memory(tensor: Tensor, memory: Tensor) -> None:
 
 
 def point_at(flat: Flat, origin: Tensor) -> None:
-    """Makes the parameters of a flat views of a whole one, wherever they were."""
+    """Makes the parameters of a flat views of ``origin``, whether they were on the meta device or not."""
     for view, parameter in zip(flat.views_of(origin), flat.parameters, strict=True):
         if parameter.is_meta:
             give_memory(parameter, view)
@@ -39,7 +39,7 @@ def point_at(flat: Flat, origin: Tensor) -> None:
 
 
 def take_off_meta(flat: Flat, device: torch.device) -> Tensor:
-    """Memory for what this rank keeps of a flat; its parameters have none of their own before that is filled."""
+    """Takes the parameters of a flat off the meta device. Returns new memory for the range that rests on this rank."""
     for parameter in flat.parameters:
         if parameter.is_meta:
             nothing = torch.empty((), dtype=parameter.dtype, device=device)
@@ -49,7 +49,7 @@ def take_off_meta(flat: Flat, device: torch.device) -> Tensor:
 
 @contextmanager
 def meta_again_after_an_error(model: nn.Module) -> Iterator[None]:
-    """What shard() refuses, it leaves as it was."""
+    """Puts the model back on the meta device if an error is raised, so that a refused model stays as it was."""
     parameters = [(p, torch.empty_like(parallel.local(p), device="meta")) for p in model.parameters() if p.is_meta]
     buffers = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False) if b.is_meta]
     try:
@@ -66,15 +66,16 @@ def meta_again_after_an_error(model: nn.Module) -> Iterator[None]:
 
 
 class Blank(NamedTuple):
-    """A buffer that got memory, and how to tell whether somebody wrote to it."""
+    """A buffer that got memory, and how to tell whether an initialiser wrote to it."""
 
     module: nn.Module
     name: str
+    """In the model."""
     value: Tensor
     version: int
 
     def written(self) -> bool:
-        now = getattr(self.module, self.name)
+        now = getattr(self.module, self.name.rpartition(".")[2])
         if now is None or now.is_meta or now.numel() == 0:
             return now is None or not now.is_meta
         if now is not self.value or compat.version(now) != self.version:
@@ -83,7 +84,7 @@ class Blank(NamedTuple):
 
 
 def blank_value(dtype: torch.dtype) -> float | bool:
-    """What stands in memory that nobody has written to: NaN, or what comes nearest."""
+    """The value that fills memory before an initialiser writes to it: NaN, or the lowest value of an integer dtype."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype is torch.bool else torch.iinfo(dtype).min
@@ -97,23 +98,24 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def blank_buffers(model: nn.Module, device: torch.device) -> list[Blank]:
-    """Gives memory to all buffers on meta. They are whole on every rank, as they stay."""
+    """Gives memory to all buffers on the meta device. Buffers are whole on every rank."""
     blanks = []
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
             if buffer.is_meta:
                 give_memory(buffer, torch.full_like(buffer, blank_value(buffer.dtype), device=device))
                 blanks.append(Blank(module, name, buffer, compat.version(buffer)))
     return blanks
 
 
-def refuse_unset(model: nn.Module, unset: Iterable[tuple[str, str]], fabric: Fabric) -> None:
-    """Raises if rank 0, whose values count, lacks any: names the tensors by module."""
-    found: list[tuple[str, str]] = fabric.from_rank_zero(list(unset))
+def refuse_unset(model: nn.Module, unset: Iterable[str], fabric: Fabric) -> None:
+    """Raises if there are tensors without values on rank 0, whose values count. Names them by module."""
+    found: list[str] = fabric.from_rank_zero(list(unset))
     if not found:
         return
     by_module: dict[str, list[str]] = {}
-    for module, name in found:
+    for full_name in found:
+        module, _, name = full_name.rpartition(".")
         by_module.setdefault(module, []).append(name)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     listed = "; ".join(

@@ -1,10 +1,10 @@
 """Weights on disk: Hugging Face safetensors, read straight into shards.
 
-Every rank reads the files itself, and of them only the ranges that it keeps: nothing is communicated, ranks read side
-by side, and none ever holds more than it keeps. The price: all ranks must see the same files, on a
-shared file system or as a copy on each node, and where parameters are whole at rest each rank reads all of them (on
-one node from the page cache). Rank 0 reading and broadcasting would spare the copies, but would send every byte
-through one disk and one link while the other ranks wait.
+Every rank reads the files itself, and only the ranges that rest on this rank. So nothing is communicated, ranks read at
+the same time, and no rank needs memory for more than its ranges. The price: all ranks must see the same files, on a
+shared file system or as a copy on each node. Where parameters are whole at rest, each rank reads all of them (on one
+node from the page cache). If rank 0 read and broadcast, no copies would be needed, but every byte would go through one
+disk and one link while the other ranks wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
-"""Dtypes that are converted to the tensor's. Eight bits are not among them: such values need scales beside them."""
+"""Dtypes that are converted to the dtype of the model. 8-bit dtypes are not here: their values need scales."""
 
 EXACT = {
     "BOOL": torch.bool,
@@ -39,12 +39,12 @@ EXACT = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-"""Dtypes that only a buffer of the same dtype takes."""
+"""Dtypes that are not converted: the buffer must have the same dtype."""
 
 NAMES_IN_A_MESSAGE = 5
 
 
-class Stored(NamedTuple):
+class DiskTensor(NamedTuple):
     """A tensor on disk."""
 
     file: Path
@@ -55,7 +55,7 @@ class Stored(NamedTuple):
 
 
 class Weights:
-    """A model's weights on disk. Making one checks every name, shape and dtype, and reads no value."""
+    """A model's weights on disk. The constructor checks every name, shape and dtype, and reads no value."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.path = path
@@ -66,8 +66,8 @@ class Weights:
         }
         stored = _renamed(_contents(path), named, model)
         self.checksum = zlib.crc32(repr(sorted((name, entry[1:]) for name, entry in stored.items())).encode())
-        """Of all names, shapes and dtypes; ranks with different files differ in it."""
-        names: dict[int, list[str]] = {}  # a tied weight has several, of which the files may have one or all
+        """Checksum of all names, shapes and dtypes. It tells ranks with different files apart."""
+        names: dict[int, list[str]] = {}  # a tied weight has several names, and the files may have one or all of them
         for name, tensor in named.items():
             names.setdefault(id(tensor), []).append(name)
         missing = [aliases[0] for aliases in names.values() if not any(name in stored for name in aliases)]
@@ -87,34 +87,34 @@ class Weights:
         self._copies = {key: [stored[name] for name in aliases if name in stored] for key, aliases in names.items()}
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether this tensor of the model is on disk. All parameters are; non-persistent buffers are not."""
+        """Whether this tensor of the model is on disk. All parameters are. Non-persistent buffers are not."""
         return id(tensor) in self._copies
 
     def read_flat(self, flat: Flat, target: Tensor) -> None:
-        """Fills ``target`` with the range of a flat that this rank keeps; padding stays as it is."""
+        """Fills ``target`` with the range of a flat that rests on this rank. Padding stays as it is."""
         with _OpenFiles() as files:  # closed after each flat, so that pages of the files do not stay mapped
             for piece in flat.layout.pieces(flat.at_rest):
                 part = target[piece.offset :][: piece.numel]
-                self._read(files, flat.parameters[piece.slot], piece.start, part, flat.layout.slots[piece.slot])
+                self._read(files, flat.parameters[piece.slot], flat.layout.slots[piece.slot], piece.start, part)
 
     def read_buffer(self, buffer: Tensor) -> None:
         """Fills a buffer that is on disk."""
         target = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
         with _OpenFiles() as files:
-            self._read(files, buffer, 0, target)
+            self._read(files, buffer, Slot("", tuple(buffer.shape), 0, buffer.numel()), 0, target)
         buffer.copy_(target.view(buffer.shape))
 
-    def _read(self, files: _OpenFiles, tensor: Tensor, start: int, target: Tensor, slot: Slot | None = None) -> None:
+    def _read(self, files: _OpenFiles, tensor: Tensor, slot: Slot, start: int, target: Tensor) -> None:
         first, *others = self._copies[id(tensor)]
-        values = files.elements(first, start, start + target.numel(), slot)
+        values = files.elements(first, slot, start, start + target.numel())
         target.copy_(values)
         for other in others:
-            if not torch.equal(files.elements(other, start, start + target.numel(), slot), values):
+            if not torch.equal(files.elements(other, slot, start, start + target.numel()), values):
                 raise self._error(
                     f"{first.name!r} and {other.name!r} are one tied weight in the model, but differ on disk"
                 )
 
-    def _check_fits(self, name: str, entry: Stored, tensor: Tensor) -> None:
+    def _check_fits(self, name: str, entry: DiskTensor, tensor: Tensor) -> None:
         if entry.shape != tuple(tensor.shape):
             shapes = f"{list(entry.shape)} in {entry.file.name}, {list(tensor.shape)} in the model"
             raise self._error(f"{name!r} has different shapes: {shapes}")
@@ -131,17 +131,14 @@ class Weights:
 
 
 class _OpenFiles(ExitStack):
-    """Files that are mapped, each once, until the block ends."""
+    """Files that are mapped into memory, each once, until the block ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self._open: dict[Path, Any] = {}
 
-    def elements(self, entry: Stored, start: int, stop: int, slot: Slot | None = None) -> Tensor:
-        """A range of a tensor's elements, as a view of the mapped file: what is not copied is never read.
-
-        Where tensor parallelism divides the tensor, elements are counted inside the part that ``slot`` describes.
-        """
+    def elements(self, entry: DiskTensor, slot: Slot, start: int, stop: int) -> Tensor:
+        """A range of the elements of a slot, as a view of the mapped file: only copied elements are read from disk."""
         if entry.file not in self._open:
             self._open[entry.file] = self.enter_context(_mapped(entry.file))
         if not entry.shape:
@@ -149,16 +146,12 @@ class _OpenFiles(ExitStack):
             return scalar.reshape(1)
         if stop == start:
             return torch.empty(0)
-        box = None if slot is None else slot.box
-        shape = entry.shape if slot is None or box is None else slot.shape
-        row = math.prod(shape[1:])
+        row = math.prod(slot.shape[1:])
         first, last = start // row, -(-stop // row)
+        offset, *offsets = slot.box.offsets if slot.box is not None else [0] * len(slot.shape)
+        across = [slice(begin, begin + size) for begin, size in zip(offsets, slot.shape[1:], strict=True)]
         stored = self._open[entry.file].get_slice(entry.name)
-        if box is None:
-            rows: Tensor = stored[first:last]
-        else:
-            across = [slice(offset, offset + size) for offset, size in zip(box.offsets[1:], shape[1:], strict=True)]
-            rows = stored[(slice(box.offsets[0] + first, box.offsets[0] + last), *across)]
+        rows: Tensor = stored[(slice(offset + first, offset + last), *across)]
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
@@ -168,7 +161,7 @@ def _mapped(file: Path) -> Iterator[Any]:
         yield mapped
 
 
-def _contents(path: Path) -> dict[str, Stored]:
+def _contents(path: Path) -> dict[str, DiskTensor]:
     """Every tensor at ``path``, by name: a folder as Hugging Face writes it, or one file."""
     if path.is_file():
         return _header(path)
@@ -196,7 +189,7 @@ def _index(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"{path} is no index of safetensors files: it needs a table 'weight_map'") from error
     for name, file in place_of.items():
-        # Links are followed, for Hugging Face's cache is made of them; a path that leads elsewhere is not.
+        # Links are followed, because Hugging Face's cache consists of links. A path to another folder is refused.
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
             raise ValueError(f"{path} puts {name!r} into {file!r}, which is outside its folder")
         if not (path.parent / file).is_file():
@@ -204,20 +197,20 @@ def _index(path: Path) -> dict[str, str]:
     return dict(place_of)
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _header(file: Path) -> dict[str, DiskTensor]:
     try:
         with _mapped(file) as mapped:
             slices = {name: mapped.get_slice(name) for name in mapped.keys()}  # noqa: SIM118
             return {
-                name: Stored(file, name, tuple(entry.get_shape()), str(entry.get_dtype()))
+                name: DiskTensor(file, name, tuple(entry.get_shape()), str(entry.get_dtype()))
                 for name, entry in slices.items()
             }
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def _renamed(stored: dict[str, Stored], named: dict[str, Tensor], model: nn.Module) -> dict[str, Stored]:
-    """Hugging Face writes a base model without the prefix that it has inside a model with a head, and the reverse."""
+def _renamed(stored: dict[str, DiskTensor], named: dict[str, Tensor], model: nn.Module) -> dict[str, DiskTensor]:
+    """Adds or removes the prefix of a base model: Hugging Face writes names with it for a model that has a head."""
     prefix = getattr(model, "base_model_prefix", None)
     if not isinstance(prefix, str) or not prefix or any(name in named for name in stored):
         return stored
@@ -227,7 +220,7 @@ def _renamed(stored: dict[str, Stored], named: dict[str, Tensor], model: nn.Modu
 
 
 def _ignored(name: str, model: nn.Module) -> bool:
-    """Whether Hugging Face's model says that old files may have this."""
+    """Whether a Hugging Face model says that old files may have a tensor of this name."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 

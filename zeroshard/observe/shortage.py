@@ -1,8 +1,8 @@
-"""Out of memory: what held it, and which setting would fit.
+"""The answer to an out-of-memory error: what used the memory, and which setting would fit.
 
-A forward that fails passes the model's hook, and a step is a call of ours: there the answer is a note on the exception.
-A backward fails inside torch's engine, where no hook is called; on a GPU its allocator tells of it first, and the
-answer is written to stderr, just above the error.
+An error in forward passes a hook of the model, and an error in ``step()`` passes our own code. There the answer is a
+note on the exception. An error in backward is raised inside torch's engine, where no hook is called. On a GPU the
+allocator calls us before it raises the error, and the answer is written to stderr, just above the error.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from .ledger import Ledger, Memory
 
 TITLE = "zeroshard: what held the memory"
 NAMED = 4
-"""Units that are named, at most."""
+"""At most this many units are named."""
 FRAGMENTED = 0.1
-"""Share of torch's memory that is reserved and not in use, from which on it is worth a word."""
+"""From this share of unused reserved memory on, the answer mentions fragmentation."""
 SIGNS = ("out of memory", "can't allocate memory")
-"""How errors say it that are no ``OutOfMemoryError``: of the CPU's allocator, of CUDA's own calls."""
+"""Texts of out-of-memory errors that are not ``torch.OutOfMemoryError``: from the CPU allocator, from CUDA calls."""
 
 _answers: weakref.WeakSet[Answer] = weakref.WeakSet()
+"""The answers of all models on GPUs."""
 _observed: list[bool] = []
-"""Not empty once torch's allocator calls us, which it then does as long as the process lives."""
+"""Not empty once the allocator calls us. It then does so until the process ends."""
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether an error says that memory ran out."""
+    """Whether an error is an out-of-memory error."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
@@ -49,7 +50,7 @@ class Answer:
     ) -> None:
         self._units, self._ledger, self._title, self.device = units, ledger, title, device
         self.suggest: Callable[[int | None, int], str] | None = None
-        """Says which setting would fit, for the device's capacity and the bytes beside model states."""
+        """Says which setting would fit, given the device's capacity and the bytes that are not model states."""
         model.register_forward_hook(Hook(self.after_forward), always_call=True)
         if device.type == "cuda":
             if not _observed:
@@ -58,7 +59,7 @@ class Answer:
             _answers.add(self)
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Called also when forward has raised; then there is no output, and its exception is being handled."""
+        """Adds the answer to an exception of forward. After an exception the hook is called without an output."""
         error = sys.exception() if output is None else None
         if error is not None:
             self.note(error)
@@ -69,20 +70,20 @@ class Answer:
             error.add_note(self.text())
 
     def text(self) -> str:
-        """What holds the memory now, and what would fit instead."""
-        held = self._ledger.now()
+        """What uses the memory now, and which setting would fit."""
+        memory = self._ledger.now()
         lines = [f"{TITLE} of {self._title}:"]
-        lines.append(f"  model states {size_text(held.model_states)}: {_kinds(held)}")
-        if held.gathered:
-            lines.append(f"  gathered parameters {size_text(held.gathered)}: {self._gathered_units()}")
-        for name, size in (("accumulators", held.accumulators), ("buffers of the model", held.buffers)):
+        lines.append(f"  model states {size_text(memory.model_states)}: {_kinds(memory)}")
+        if memory.gathered:
+            lines.append(f"  gathered parameters {size_text(memory.gathered)}: {self._gathered_units()}")
+        for name, size in (("accumulators", memory.accumulators), ("buffers of the model", memory.buffers)):
             if size:
                 lines.append(f"  {name} {size_text(size)}")
-        beside = 0
+        others = 0
         if self.device.type == "cuda":
-            told, beside = _allocator(self.device, held.total)
-            lines += told
-        lines.append("  " + self._suggestion(beside))
+            found, others = _allocator(self.device, memory.total)
+            lines += found
+        lines.append("  " + self._suggestion(others))
         return "\n".join(lines)
 
     def _gathered_units(self) -> str:
@@ -90,19 +91,19 @@ class Answer:
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return ", ".join(names[:NAMED]) + more
 
-    def _suggestion(self, beside: int) -> str:
+    def _suggestion(self, others: int) -> str:
         if self.suggest is None:
             return "Which setting would fit was not planned: this was a dry run."
         capacity = None
         if self.device.type == "cuda":
             capacity = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-        return self.suggest(capacity, beside)
+        return self.suggest(capacity, others)
 
 
 def _on_shortage(device: int, requested: int, allocated: int, free: int) -> None:
-    """By torch's allocator, on whatever thread asked for memory, before the error is raised.
+    """Writes the answers to stderr, if this is a backward; elsewhere the exception gets a note.
 
-    In backward alone: elsewhere the exception gets a note.
+    Torch's allocator calls this before it raises the error, on the thread that asked for memory.
     """
     if not compat.in_backward():
         return
@@ -110,17 +111,17 @@ def _on_shortage(device: int, requested: int, allocated: int, free: int) -> None
         try:
             if answer.device.index == device:
                 print(answer.text(), file=sys.stderr, flush=True)
-        except Exception as error:  # would be raised in place of the OutOfMemoryError
+        except Exception as error:  # it would be raised in place of the out-of-memory error
             print(f"{TITLE} could not be told: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-def _allocator(device: torch.device, held: int) -> tuple[list[str], int]:
-    """What torch's allocator says, and the bytes beside what a sharded model knows of."""
+def _allocator(device: torch.device, known: int) -> tuple[list[str], int]:
+    """Lines about torch's allocator, and how many bytes it has allocated beyond the ledger's ``known`` bytes."""
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     free, whole = torch.cuda.mem_get_info(device)
-    beside = max(0, allocated - held)
+    others = max(0, allocated - known)
     lines = [
-        f"  all else that torch had allocated {size_text(beside)}: "
+        f"  all else that torch had allocated {size_text(others)}: "
         "activations, and what loss, backward or update were at",
         f"  allocated {size_text(allocated)}, reserved {size_text(reserved)}, "
         f"and {size_text(free)} of {size_text(whole)} free",
@@ -128,11 +129,11 @@ def _allocator(device: torch.device, held: int) -> tuple[list[str], int]:
     if reserved - allocated > FRAGMENTED * reserved:
         lines.append(
             f"  {size_text(reserved - allocated)} were reserved and in no piece large enough; "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True often helps"
+            "defragment=True (torch's expandable segments) often helps"
         )
-    return lines, beside
+    return lines, others
 
 
-def _kinds(held: Memory) -> str:
+def _kinds(memory: Memory) -> str:
     kinds = ("parameters", "gradients", "optimizer_states")
-    return ", ".join(f"{kind.replace('_', ' ')} {size_text(getattr(held, kind))}" for kind in kinds)
+    return ", ".join(f"{kind.replace('_', ' ')} {size_text(getattr(memory, kind))}" for kind in kinds)

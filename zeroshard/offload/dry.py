@@ -1,6 +1,7 @@
-"""The host's side of a dry run: buffers that have shapes and no values, jobs in a fixed order, and nothing to compute.
+"""The host's side of a dry run: jobs run in a fixed order, and nothing is computed.
 
-Gradients wait on the device as long as they ever could, so that a dry run's peak is that of the slowest copies.
+Buffers have shapes and no values. Gradients wait on the device as long as they ever could, so that the peak of a dry
+run is the peak of a run with the slowest copies.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .kernel import Batch, Pool
+from .kernel import Pool, Segment, Segments
 from .library import Choice, Simd
-from .segment import Segment
+from .rules import Rule
 from .worker import Worker
 
 
 class DryWorker(Worker):
-    """Does jobs on the thread that waits for them, each when more than ``patience`` have come after it.
+    """Has no thread: a job runs when someone waits for it, or when more than ``patience`` jobs came after it.
 
     >>> worker, seen = DryWorker("example", patience=1), []
     >>> first, second = (worker.submit(lambda number=number: seen.append(number)) for number in (1, 2))
@@ -46,39 +47,29 @@ class DryWorker(Worker):
             self._run_next()
 
     def check(self) -> None:
-        """Whoever looks after a worker waits for it."""
+        """A thread that asks for failures is about to wait, so the jobs are done now."""
         self.wait()
 
     def _run_next(self) -> None:
         job = self._jobs.popleft()
-        self._done += 1  # before: a job may have others done
+        self._done += 1  # before the job runs, because a job may wait for others
         job()
 
 
 class DryPool(Pool):
-    """Takes what the kernel takes, and leaves it."""
+    """Takes what the kernel takes, and computes nothing."""
 
     def __init__(self) -> None:
         self.threads, self.choice = 0, Choice(Simd.PORTABLE, "a dry run")
 
-    def prepare(self, segments: Sequence[Segment]) -> Batch:
-        return _DryBatch(self, segments)
+    def prepare(self, segments: Sequence[Segment]) -> Segments:
+        return Segments(segments, b"")
 
-    def accumulate(self, total: Tensor, gradient: Tensor, factor: float = 1.0, *, first: bool) -> None:
+    def update(self, work: Sequence[tuple[Segments, Sequence[Rule]]], factor: float, seed: int = 0) -> None:
+        pass
+
+    def accumulate(self, total: Tensor, gradient: Tensor, *, first: bool) -> None:
         pass
 
     def square_sum(self, values: Tensor) -> float:
         return 0.0
-
-    def close(self) -> None:
-        pass
-
-    def run_packed(self, segments: bytes, rules: bytes, count: int, factor: float, seed: int) -> None:
-        pass
-
-
-class _DryBatch(Batch):
-    def __init__(self, pool: Pool, segments: Sequence[Segment]) -> None:
-        self.pool, self.packed = pool, b""
-        self._segments = tuple(segments)
-        self._moments = [len(segment.moments) for segment in segments]

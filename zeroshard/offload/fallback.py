@@ -1,11 +1,13 @@
-"""The host optimizer where there is no native one: torch's own optimizers, and casts around them.
+"""The host optimizer where there is no native library: torch's own optimizers, with casts before and after.
 
-Several passes over memory instead of one, and within rounding of the native kernel instead of equal to it.
+Torch makes several passes over memory instead of one. Its results agree with the native kernel within rounding.
+``place.py`` refuses 16-bit moments and split masters here, which torch does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,37 +15,23 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from .segment import AdamRule, Rule, Segment, SGDRule
+from .host_buffers import round_to
+from .rules import AdamRule, Rule, SGDRule
+
+if TYPE_CHECKING:
+    from .kernel import Segment
 
 
-def refuse(segment: Segment) -> None:
-    """Torch has no stochastic rounding and no split master."""
-    if any(moment.dtype is not torch.float32 for moment in segment.moments):
-        raise ValueError("16-bit moments need the native kernel, which is missing here; keep fp32 moments")
-    if segment.is_split:
-        raise ValueError("a split master needs the native kernel, which is missing here; keep an fp32 master")
-
-
-def update(segments: Sequence[Segment], rules: Sequence[Rule], factor: float) -> None:
+def update(work: Iterable[tuple[Segment, Rule]], factor: float) -> None:
     """One step of every segment."""
-    for segment, rule in zip(segments, rules, strict=True):
+    for segment, rule in work:
         gradient = segment.gradient.float() * factor
         if isinstance(rule, AdamRule):
             _adam(segment, rule, gradient)
         else:
             _sgd(segment, rule, gradient)
         if segment.parameter is not None:
-            publish(segment.master, segment.parameter)
-
-
-def publish(master: Tensor, parameter: Tensor) -> None:
-    """The 16-bit parameter: fp16 to nearest even, bf16 half away from zero, as native/rounding.h does and why."""
-    if parameter.dtype is torch.bfloat16:
-        bits = master.view(torch.int32)
-        rounded = torch.where(master.isnan(), 0x7FC0, (bits + 0x8000) >> 16)
-        parameter.view(torch.int16).copy_(rounded)
-    else:
-        parameter.copy_(master)
+            segment.parameter.copy_(round_to(segment.master, segment.parameter.dtype))
 
 
 def _adam(segment: Segment, rule: AdamRule, gradient: Tensor) -> None:
@@ -54,7 +42,7 @@ def _adam(segment: Segment, rule: AdamRule, gradient: Tensor) -> None:
         [first],
         [second],
         [],
-        [torch.tensor(float(rule.step - 1))],  # torch counts the step itself
+        [torch.tensor(float(rule.step - 1))],  # torch adds 1 to the step count
         fused=True,
         amsgrad=False,
         beta1=rule.beta1,
@@ -67,7 +55,8 @@ def _adam(segment: Segment, rule: AdamRule, gradient: Tensor) -> None:
 
 
 def _sgd(segment: Segment, rule: SGDRule, gradient: Tensor) -> None:
-    buffers: list[Tensor | None] = [None if rule.first or not segment.moments else segment.moments[0]]
+    is_first = rule.step == 1
+    buffers: list[Tensor | None] = [None if is_first or not segment.moments else segment.moments[0]]
     sgd(
         [segment.master],
         [gradient],
@@ -80,17 +69,16 @@ def _sgd(segment: Segment, rule: SGDRule, gradient: Tensor) -> None:
         nesterov=rule.nesterov,
         maximize=rule.maximize,
     )
-    if rule.first and segment.moments and buffers[0] is not None:
+    if is_first and segment.moments and buffers[0] is not None:
         segment.moments[0].copy_(buffers[0])
 
 
-def accumulate(total: Tensor, gradient: Tensor, factor: float, first: bool) -> None:
-    """Add a gradient times a factor to an fp32 total."""
-    scaled = gradient.float() * factor
+def accumulate(total: Tensor, gradient: Tensor, first: bool) -> None:
+    """Adds a gradient to an fp32 total, or replaces the total by it."""
     if first:
-        total.copy_(scaled)
+        total.copy_(gradient)
     else:
-        total.add_(scaled)
+        total.add_(gradient)
 
 
 def square_sum(values: Tensor) -> float:

@@ -1,6 +1,6 @@
 """The host's home: one flat's optimizer states and averaged gradients in host memory.
 
-Everything here runs on the training thread or autograd's. Copies and updates are asked of ``transfer.py``.
+Everything here runs on the training thread or on autograd's thread. ``transfer.py`` does the copies and the updates.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from ..states.flat import Flat
 from ..states.home import Home, StateTensors
 from ..states.updates import FlatStates
 from ..system import trace
-from .host_buffers import HostBuffers, join, remainder, round_to
-from .host_gradient import HostGradient
-from .kernel import Rule
-from .pipeline import Factor, Pipeline, SentParameters
-from .transfer import Transfer
+from .host_buffers import HostBuffers, join, round_to
+from .pipeline import Pipeline, SentParameters
+from .transfer import HostGradient, Transfer
+from .update import Update
 
 if TYPE_CHECKING:
     from .step import HostStep
 
-KINDS = {"slot": "gradients", "total": "accumulators", "resting": "parameters", "fresh": "parameters"}
-"""Which kind of state a buffer counts for in the memory ledger. All others are optimizer states."""
+STATE_KINDS = {"slot": "gradients", "total": "accumulators", "resting": "parameters", "fresh": "parameters"}
+"""The kind of state that a buffer is, for the memory ledger. All other buffers are optimizer states."""
 
 
 class HostHome(Home, FlatStates):
-    """Where one flat's optimizer states and averaged gradients live on the host."""
+    """The home on the host of one flat."""
 
     place = Place.HOST
     asynchronous = True
@@ -47,14 +46,14 @@ class HostHome(Home, FlatStates):
         pieces = flat.layout.pieces(flat.own) if flat.trainable else ()
         keys = {piece: _rounding_key(flat.layout.slots[piece.slot]) for piece in pieces}
         self.transfer = Transfer(self.label, pipeline, buffers, keys, flat.counted)
-        """Copies and updates, as the two threads run them."""
         self.counts: dict[Piece, int] = dict.fromkeys(pieces, 0)
-        """Steps that each piece has made."""
+        """The number of steps that each piece has made."""
         self.received = 0
-        """Micro-batches whose gradients came since the last step."""
+        """Gradients that came since the last step."""
         self.updated_early = False
-        """This step's update was made in backward."""
+        """Whether this step's update was asked for in backward."""
         self._norm: Tensor | None = None
+        """The norm of the first micro-batch's gradient."""
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -76,14 +75,15 @@ class HostHome(Home, FlatStates):
 
     def adopt(self, values: Tensor) -> None:
         self._pipeline.settle()
-        self.held = False  # what was adopted is the newest
-        buffers = self.buffers
-        parameter = round_to(values, buffers.dtype) if buffers.trained else values  # where they are: a device is faster
+        self.held = False  # the adopted values are the newest
+        buffers, transfer = self.buffers, self.transfer
+        parameters = values
         if buffers.trained:
-            buffers.stored.copy_(remainder(values) if buffers.split else values)
-        for buffer in (buffers.high, buffers.resting, self.transfer.target if self.transfer.reads_back else None):
+            parameters = round_to(values, buffers.dtype)
+            buffers.store(values)
+        for buffer in (buffers.high, buffers.resting, transfer.target if transfer.reads_back else None):
             if buffer is not None:
-                buffer.copy_(parameter)
+                buffer.copy_(parameters)
 
     def follow(self, values: Tensor) -> None:
         if self.buffers.trained:
@@ -96,7 +96,7 @@ class HostHome(Home, FlatStates):
             self._before_write = self.master()
 
     def master(self) -> Tensor:
-        """The fp32 values of the master, on the CPU; a copy where it is split."""
+        """The fp32 values of the master, on the CPU. A copy, if the master is split."""
         self._pipeline.settle()
         buffers = self.buffers
         if not buffers.split:
@@ -119,9 +119,8 @@ class HostHome(Home, FlatStates):
     def hold(self, values: Tensor) -> None:
         self._pipeline.settle()
         buffers = self.buffers
-        assert buffers.slot is not None
-        buffers.stored.copy_(remainder(values) if buffers.split else values)
-        output = self.transfer.output(buffers.slot)
+        buffers.store(values)
+        output = buffers.output(self.transfer.gradient.slot)
         if output is not buffers.stored:
             output.copy_(round_to(values, buffers.dtype))
         self.held = True
@@ -145,7 +144,7 @@ class HostHome(Home, FlatStates):
                 shard.copy_(self.buffers.resting, non_blocking=True)
 
     def _expect_update(self) -> SentParameters:
-        """Makes whoever needs the flat's parameters wait for an update that is about to be asked for."""
+        """From now on, whoever needs the flat's parameters waits for an update that is about to be asked for."""
         publication = SentParameters(self._pipeline)
         self.flat.outdate(publication)
         return publication
@@ -161,7 +160,7 @@ class HostHome(Home, FlatStates):
         if self._step.in_backward and (self.updated_early or self.has_gradient):
             raise self._second_backward()
         factor = self._stash.apply_factor()
-        if factor is not None and self.received:  # the factor is not for the micro-batches to come
+        if factor is not None and self.received:  # the factor is not meant for gradients that come later
             self._norm = None
             self.transfer.scale(factor)
 
@@ -178,7 +177,8 @@ class HostHome(Home, FlatStates):
             self._step.begin_updates()
             self._update_at_once(values, [True] * len(self.flat.parameters))
         else:
-            # Some rank may have used what this one has not: the ranks agree on that in step(). Or it comes in parts.
+            # The gradient waits for step(). There the ranks agree on which parameters are in use, and the parts of a
+            # gradient that comes in parts are together.
             self._stash.add(gradient, is_sum=self.flat.alone)
 
     def norm(self) -> Tensor | None:
@@ -199,7 +199,7 @@ class HostHome(Home, FlatStates):
         super().discard(slot)
         if self.received:
             self._norm = None
-            self.transfer.change(lambda gradient: gradient.zero({slot}))
+            self.transfer.change(lambda gradient: gradient.zero(slot))
 
     def forget(self) -> None:
         self.check_not_updated()
@@ -221,29 +221,18 @@ class HostHome(Home, FlatStates):
     # -- update ---------------------------------------------------------------------------------------------------
 
     def expect_step(self, *, delayed: bool) -> SentParameters | None:
-        """Called for all homes of a step before any ``update``. Returns what the update will publish, if anything."""
+        """Called for all homes of a step before the first ``update``. Returns what to wait for, unless delayed."""
         self._stash.clear()
         return None if delayed else self._expect_update()
 
-    def update(
-        self,
-        rules: dict[int, Rule],
-        factor: Factor,
-        free: torch.cuda.Event | None,
-        publication: SentParameters | None,
-        following: HostHome | None,
-    ) -> None:
-        """Updates the parameters in use, and publishes unless that is to be delayed.
-
-        ``free`` is when the device no longer reads the old parameters. ``following`` will be updated next.
-        """
-        self.held = publication is None
+    def update(self, update: Update) -> None:
+        """Asks for the update of this step."""
+        self.held = update.publication is None
         self.acknowledge()
-        next_transfer = None if following is None else following.transfer
-        self.transfer.update(rules, factor, free, publication, next_transfer)
+        self.transfer.update(update)
 
     def update_late(self) -> None:
-        """Updates in ``step()`` with a gradient that could not be used in backward."""
+        """Asks in ``step()`` for an update that could not be made in backward."""
         values = self._stash.values
         assert values is not None
         self._stash.clear()
@@ -251,17 +240,17 @@ class HostHome(Home, FlatStates):
         self.acknowledge()
 
     def acknowledge(self) -> None:
-        """Notes that the step has come whose update is made, or asked for."""
+        """Called in ``step()``, when the update is asked for: the gradient is used up."""
         self.received, self._norm, self.updated_early = 0, None, False
 
     def _update_at_once(self, gradient: Tensor, used: list[bool]) -> None:
-        """Has a gradient copied to the host, and updates with it."""
+        """Has a gradient copied to the host and used for the update at once."""
         self.check_not_updated()
         self.transfer.receive_and_update(gradient, self._step.rules(self, used), self._expect_update())
         self.received, self.updated_early = 1, True
 
     def publish_held(self) -> None:
-        """Publishes a delayed update, if one is held, without waiting for a gradient."""
+        """Publishes a held update, if there is one, without waiting for a gradient."""
         if self.held:
             self.held = False
             self.transfer.publish_held(self._expect_update())
@@ -269,7 +258,7 @@ class HostHome(Home, FlatStates):
     # -- optimizer states, by piece -------------------------------------------------------------------------------
 
     def states(self) -> dict[Tensor, dict[str, Any]]:
-        """Moments and step counts as torch's optimizers show them, for the pieces that have made a step."""
+        """Moments and step counts as torch's optimizers have them, for pieces that have made a step."""
         found = {}
         for piece, count in self.counts.items():
             if count:
@@ -300,16 +289,16 @@ class HostHome(Home, FlatStates):
 
     def on_device(self) -> StateTensors:
         gradients, accumulators = self._stash.tensors()
-        return StateTensors([*gradients, *self.transfer.landing], accumulators, [])
+        return StateTensors([*gradients, *self.transfer.landing.values()], accumulators, [])
 
     def on_host(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        for name, tensor in self.buffers.tensors.items():
-            kind = KINDS.get(name, "optimizer_states")
+        for name, tensor in list(self.buffers.tensors.items()):  # the mover may be adding the sum's buffer
+            kind = STATE_KINDS.get(name, "optimizer_states")
             sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
         return sizes
 
 
 def _rounding_key(slot: Slot) -> int:
-    """Tells parameters apart in stochastic rounding, also parts of one that tensor parallelism has divided."""
+    """A number for each parameter, so that each is rounded differently. Parts of a divided parameter differ, too."""
     return zlib.crc32(f"{slot.name}{'' if slot.box is None else slot.box.offsets}".encode())

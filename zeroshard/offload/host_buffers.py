@@ -1,12 +1,13 @@
-"""Which buffers a flat has in host memory, and what each is for.
+"""The buffers of one flat in host memory, and what each is for.
 
-- **slot**: the gradient as it lands, in the parameters' dtype; the update writes the new parameter over it. Absent
-  where gradients are consumed as they land (``update_in_backward``), each in a buffer of a small ring.
-- **master**: fp32. Split, it is **high**, the bf16 parameter itself, and **low**, the 16 bits that this one lacks.
-- **moments**: what the optimizer keeps; named as torch names them.
-- **fresh**: where a delayed update puts the new parameter while the slot takes the next gradient.
-- **resting**: the parameters themselves, where these live on the host.
-- **total**: the sum of several micro-batches in fp32, which exists once there was more than one.
+- **slot**: the gradient, in the parameters' dtype. The update writes the new parameters over it. There is no slot with
+  ``update_in_backward``: each gradient is then copied to a buffer of a small ring and used at once.
+- **master**: fp32. A split master is two buffers: **high**, the bf16 parameter itself, and **low**, the 16 bits that
+  the parameter lacks.
+- **moments**: the optimizer's states, with torch's names.
+- **fresh**: the new parameters of a delayed update, while the slot takes the next gradient.
+- **resting**: the parameters, if they live on the host.
+- **total**: the sum of several micro-batches in fp32. It is made when a second micro-batch comes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .pinned import Block, aligned
 
 
 class Buffer(NamedTuple):
-    """A buffer that is wanted."""
+    """The plan of one buffer."""
 
     name: str
     dtype: torch.dtype
@@ -33,7 +34,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class HostBytes:
-    """What host memory a rank's states take."""
+    """The host memory that a rank's states take."""
 
     pinned: int = 0
     pageable: int = 0
@@ -50,7 +51,7 @@ class HostBytes:
 
 
 def wanted(options: Offload, dtype: torch.dtype, moments: Sequence[str] | None) -> list[Buffer]:
-    """The buffers of a flat whose parameters have this dtype; without moments (None) it is frozen."""
+    """The buffers that a flat needs, by the dtype of its parameters. ``moments`` is None for a frozen flat."""
     if moments is None:
         return [Buffer("resting", dtype, pinned=True)] if options.parameters == "cpu" else []
     half, delayed = dtype is not torch.float32, options.delayed_update_after is not None
@@ -72,7 +73,7 @@ def wanted(options: Offload, dtype: torch.dtype, moments: Sequence[str] | None) 
 
 
 def bytes_of(buffers: Sequence[Buffer], numel: int) -> HostBytes:
-    """What they take for a range of this many elements."""
+    """The memory of these buffers for this many elements."""
     sizes = [(aligned(numel * buffer.dtype.itemsize), buffer.pinned) for buffer in buffers]
     return HostBytes(sum(size for size, pinned in sizes if pinned), sum(size for size, pinned in sizes if not pinned))
 
@@ -80,84 +81,57 @@ def bytes_of(buffers: Sequence[Buffer], numel: int) -> HostBytes:
 class HostBuffers:
     """The buffers of one flat's range in host memory."""
 
-    def __init__(
-        self,
-        options: Offload,
-        dtype: torch.dtype,
-        numel: int,
-        moments: Sequence[str] | None = None,
-    ) -> None:
+    stored: Tensor
+    """The kernel's master: fp32, or the low half of a split master. A frozen flat has none."""
+
+    def __init__(self, options: Offload, dtype: torch.dtype, numel: int, moments: Sequence[str] | None = None) -> None:
         self.dtype, self.numel = dtype, numel
+        self.parameter_bytes = numel * dtype.itemsize
         self.trained = moments is not None
         self.moment_names = tuple(moments or ())
         self.split = options.split_master and self.trained
         self.rests_here = options.parameters == "cpu"
         self._wanted = wanted(options, dtype, moments)
-        self._buffers: dict[str, Tensor] = {}
-        self.total: Tensor | None = None
-
-    @property
-    def bytes(self) -> HostBytes:
-        """What the buffers take; not ``total``, which comes with a second micro-batch."""
-        return bytes_of(self._wanted, self.numel)
+        self.bytes = bytes_of(self._wanted, numel)
+        """The size of all buffers except ``total``."""
+        self.tensors: dict[str, Tensor] = {}
+        """The buffers by name."""
+        self.slot: Tensor | None = None
+        self.high: Tensor | None = None
+        self.resting: Tensor | None = None
+        """The parameters, if they live on the host. Another buffer may hold them, too."""
 
     def bind(self, pinned: Block, pageable: Block) -> None:
         """Takes the buffers from blocks of host memory."""
+        tensors = self.tensors
         for name, dtype, is_pinned in self._wanted:
-            self._buffers[name] = (pinned if is_pinned else pageable).take(self.numel, dtype)
+            tensors[name] = (pinned if is_pinned else pageable).take(self.numel, dtype)
+        self.slot, self.high = tensors.get("slot"), tensors.get("high")
+        if self.trained:
+            self.stored = tensors["low" if self.split else "master"]
+        if self.rests_here:
+            self.resting = next(tensors[name] for name in ("resting", "high", "master") if name in tensors)
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The buffers by name."""
-        extra = {} if self.total is None else {"total": self.total}
-        return {**self._buffers, **extra}
+    def store(self, values: Tensor) -> None:
+        """Takes fp32 values for the master, or for the low half of a split master."""
+        self.stored.copy_(remainder(values) if self.split else values)
 
-    @property
-    def slot(self) -> Tensor | None:
-        return self._buffers.get("slot")
-
-    @property
-    def high(self) -> Tensor | None:
-        return self._buffers.get("high")
-
-    @property
-    def stored(self) -> Tensor:
-        """What the kernel calls the master: fp32, or the remainders of a split one."""
-        return self._buffers["low" if self.split else "master"]
-
-    @property
-    def resting(self) -> Tensor | None:
-        """The parameters, where they live on the host."""
-        if not self.rests_here:
-            return None
-        for name in ("resting", "high", "master"):
-            if name in self._buffers:
-                return self._buffers[name]
-        raise AssertionError("parameters on the host without a buffer")
-
-    def output(self, slot: Tensor) -> Tensor | None:
-        """Where an update writes the 16-bit parameter; None where the master is the parameter.
-
-        ``slot`` holds the gradient. A high half that is read back has its own place, which the caller knows.
-        """
+    def output(self, gradient: Tensor) -> Tensor:
+        """Where an update with this gradient writes the new parameters. Not for a high half that is read back."""
         if self.dtype is torch.float32:
-            return None
-        if self.split:
-            return self.high
-        for name in ("fresh", "resting"):
-            if name in self._buffers:
-                return self._buffers[name]
-        return slot
+            return self.stored
+        names = [name for name in ("high", "fresh", "resting", "slot") if name in self.tensors]
+        return self.tensors[names[0]] if names else gradient
 
     def moments(self, piece: Piece) -> dict[str, Tensor]:
         """The moments of one piece, by name."""
-        return {name: part(self._buffers[name], piece) for name in self.moment_names}
+        return {name: part(self.tensors[name], piece) for name in self.moment_names}
 
-    def new_total(self) -> Tensor:
-        """The buffer for sums, made when it is first needed and kept."""
-        if self.total is None:
-            self.total = torch.empty(self.numel, dtype=torch.float32)
-        return self.total
+    def total(self) -> Tensor:
+        """The buffer for sums, made with the first call."""
+        if "total" not in self.tensors:
+            self.tensors["total"] = torch.empty(self.numel, dtype=torch.float32)
+        return self.tensors["total"]
 
 
 def part(buffer: Tensor, piece: Piece) -> Tensor:
@@ -166,15 +140,15 @@ def part(buffer: Tensor, piece: Piece) -> Tensor:
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Fp32 values as parameters: bf16 rounded half away from zero, as the kernel does it, others as torch rounds.
+    """Fp32 values as parameters. Rounds to bf16 half away from zero, as the kernel does, and to other dtypes as torch.
 
-    That makes a split master exact: the rounded value and a 16-bit remainder are the same bits again, also on ties.
+    Half away from zero makes a split master exact: the bf16 value and a 16-bit remainder give the same fp32 bits again.
     """
     return _high(values).to(torch.int16).view(torch.bfloat16) if dtype is torch.bfloat16 else values.to(dtype)
 
 
 def remainder(values: Tensor) -> Tensor:
-    """What ``round_to`` bf16 leaves: the lower half of a split master."""
+    """The low half of a split master: what rounding to bf16 loses."""
     return (_bits(values) - (_high(values) << 16)).to(torch.int16)
 
 
@@ -184,7 +158,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """As integers. Every NaN as the same one: adding to another could carry into the sign and make it a zero."""
+    """The bits as integers. Every NaN gets the same bits: with other bits, adding could carry over and give a zero."""
     return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
 
 

@@ -1,39 +1,104 @@
 """The host optimizer: unscale, clip, weight decay, Adam or SGD and the cast to 16 bits, in one pass over memory.
 
     pool = Pool()
-    batch = pool.prepare(segments)                  # addresses, once
-    batch.run(rules, factor=clip / scale)           # hyper-parameters, every step
+    segments = pool.prepare([Segment(...), ...])               # memory addresses, once
+    pool.update([(segments, rules)], factor=clip / scale)      # hyper-parameters, every step
 
-Calls release the GIL and sleep until the pool's own threads are done. Results do not depend on the number of threads,
-on how a parameter is cut into segments, or on the SIMD path (`library.Simd`), but for torch's.
+A *segment* is a range of one parameter with its gradient, master and moments. A call releases the GIL and sleeps until
+the pool's threads are done. The native paths (`library.Simd`) give the same bits, whatever the number of threads and
+however a parameter is cut into segments. Torch's path agrees with them within rounding.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import struct
 import weakref
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..system.cores import share
 from . import fallback
-from .library import Choice, Simd, choose, load, path_number, warn_once
-from .segment import GRADIENTS, AdamRule, Rule, Segment, SGDRule, pack_rule, pack_segment, require_values
+from .library import NUMBERS, Choice, Simd, choose, load, warn_once
+from .rules import Rule, pack_rule
 
-__all__ = ["AdamRule", "Batch", "Pool", "Rule", "SGDRule", "Segment", "Simd"]
-
+KINDS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int16: 4}
+"""``Kind`` of native/abi.h, by dtype. int16 is the low half of a split master."""
+ABSENT: Final = 0
+GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _CLOSED: Final = 1  # Status of native/library.cpp
-_MASK_64: Final = 2**64 - 1
+_SEGMENT: Final = struct.Struct("=5Q2qQ5i4x")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous range of one parameter. All tensors are 1-D, contiguous, on the CPU and equally long."""
+
+    gradient: Tensor
+    """bf16, fp16 or fp32."""
+    master: Tensor
+    """fp32. With a split master int16: the low half, whose high half is `parameter`."""
+    parameter: Tensor | None
+    """Where the 16-bit parameter is written. It may have the gradient's memory. None: parameters are fp32, the master.
+
+    With a split master the parameter is bf16, and is read too.
+    """
+    moments: tuple[Tensor, ...]
+    """Adam: exp_avg and exp_avg_sq. SGD: the momentum buffer, or none. fp32, or bf16 with stochastic rounding."""
+    key: int
+    """64 bits that identify the parameter, for stochastic rounding."""
+    start: int
+    """Index of the first element within the parameter, for stochastic rounding."""
+
+    def validate(self) -> None:
+        """Raises if the native code would read or write wrong memory."""
+        length, is_split = self.gradient.numel(), self.master.dtype is torch.int16
+        arrays = [("gradient", self.gradient, GRADIENTS), ("master", self.master, (torch.float32, torch.int16))]
+        if self.parameter is not None:
+            high = (torch.bfloat16,) if is_split else (torch.bfloat16, torch.float16)
+            arrays.append(("parameter", self.parameter, high))
+        elif is_split:
+            raise ValueError("a split master needs a bf16 parameter as its high half")
+        arrays += [("moment", moment, (torch.float32, torch.bfloat16)) for moment in self.moments]
+        for name, tensor, dtypes in arrays:
+            _check_array(name, tensor, dtypes, length)
+        # Elements are read and written in any order, so two arrays may share all of their memory or none.
+        spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor, _ in arrays)
+        for (begin, end, name), (other_begin, other_end, other) in itertools.pairwise(spans):
+            same = {name, other} == {"gradient", "parameter"} and (begin, end) == (other_begin, other_end)
+            if other_begin < end and (is_split or not same):
+                raise ValueError(
+                    f"{name} and {other} overlap; only a 16-bit parameter with an fp32 master may do so, "
+                    "exactly over its gradient"
+                )
+
+    def pack(self) -> bytes:
+        """`struct Segment` of native/abi.h."""
+        moments = (*self.moments, None, None)[:2]
+        gradient, master, parameter = self.gradient, self.master, self.parameter
+        arrays = (gradient, master, parameter, *moments)
+        addresses = (0 if array is None else array.data_ptr() for array in arrays)
+        kinds = (ABSENT if array is None else KINDS[array.dtype] for array in arrays)
+        return _SEGMENT.pack(*addresses, gradient.numel(), self.start, self.key % 2**64, *kinds)
+
+
+class Segments(NamedTuple):
+    """Segments that were checked, and their packed form: the addresses of their memory."""
+
+    checked: Sequence[Segment]
+    packed: bytes
 
 
 class Pool:
-    """Threads that update parameters on the host, each bound to a core where this rank has enough of them.
+    """Threads that update parameters on the host, each bound to a core where this rank has enough cores.
 
-    Any thread may call it; calls take turns. A forked child gets threads of its own when it first calls.
+    Any thread may call the pool; calls take turns. A forked child gets threads of its own with its first call.
 
     Args:
         threads: how many; by default the cores that this process may use, divided by the ranks on this machine.
@@ -59,8 +124,7 @@ class Pool:
             return
         self._library = load()
         cores = (ctypes.c_int32 * len(mine.cores))(*mine.cores)
-        number = path_number(self.choice.simd)
-        self._handle = self._library.zeroshard_open(number, mine.threads, cores, len(cores))
+        self._handle = self._library.zeroshard_open(NUMBERS[self.choice.simd], mine.threads, cores, len(cores))
         if not self._handle:
             raise RuntimeError(f"{mine.threads} threads for the host optimizer could not be started; ask for fewer")
         self._close = weakref.finalize(self, self._library.zeroshard_close, self._handle)  # also at interpreter exit
@@ -72,63 +136,58 @@ class Pool:
 
     @property
     def native(self) -> bool:
-        """Whether 16-bit moments and split masters are to be had."""
+        """Whether this pool can do 16-bit moments and split masters."""
         return self.simd is not Simd.TORCH
 
-    def prepare(self, segments: Sequence[Segment]) -> Batch:
-        """Check segments and remember where they are, for updating them many times."""
-        return Batch(self, segments)
+    def prepare(self, segments: Sequence[Segment]) -> Segments:
+        """Checks segments and notes their addresses, so that they can be updated many times."""
+        for segment in segments:
+            segment.validate()
+        return Segments(segments, b"".join(segment.pack() for segment in segments) if self.native else b"")
 
-    def update(self, segments: Sequence[Segment], factor: float, seed: int = 0) -> None:
-        """One step of every segment by its own rule.
+    def update(self, work: Sequence[tuple[Segments, Sequence[Rule]]], factor: float, seed: int = 0) -> None:
+        """One step of all segments, in one call.
 
         Args:
-            segments: what to update; an empty one is fine.
-            factor: what gradients are multiplied by, in fp32: unscaling times clipping.
+            work: what ``prepare`` returned, with one rule for each segment.
+            factor: gradients are multiplied by it in fp32: unscaling times clipping.
             seed: of the stochastic rounding of bf16 moments.
         """
-        rules = [segment.rule for segment in segments if segment.rule is not None]
-        if len(rules) != len(segments):
-            raise ValueError("a segment has no rule; give it one, or prepare() a batch and run() it with rules")
-        self.prepare(segments).run(rules, factor, seed)
+        pairs = [pair for segments, rules in work for pair in zip(segments.checked, rules, strict=True)]
+        packed_rules = b"".join(pack_rule(rule, len(segment.moments)) for segment, rule in pairs)
+        if self.native:
+            addresses = b"".join(segments.packed for segments, _ in work)
+            arguments = (addresses, packed_rules, len(pairs), factor, seed % 2**64)
+            self._check(self._library.zeroshard_update(self._handle, *arguments))
+        else:
+            fallback.update(pairs, factor)
 
-    def accumulate(self, total: Tensor, gradient: Tensor, factor: float = 1.0, *, first: bool) -> None:
-        """Add a gradient times a factor to an fp32 total, or replace the total by it if it is the first."""
-        require_values("gradient", gradient)
-        require_values("total", total)
-        if total.dtype is not torch.float32 or total.numel() != gradient.numel():
-            raise ValueError(
-                f"total must be torch.float32 of {gradient.numel()} elements like the gradient, "
-                f"not {total.dtype} of {total.numel()}"
-            )
-        if not self.native:
-            fallback.accumulate(total, gradient, factor, first)
-            return
-        kind, count = GRADIENTS[gradient.dtype], gradient.numel()
-        self._check(
-            self._library.zeroshard_accumulate(
-                self._handle, total.data_ptr(), gradient.data_ptr(), kind, factor, first, count
-            )
-        )
+    def accumulate(self, total: Tensor, gradient: Tensor, *, first: bool) -> None:
+        """Adds a gradient to an fp32 total. The ``first`` gradient replaces the total."""
+        count = gradient.numel()
+        _check_array("gradient", gradient, GRADIENTS, count)
+        _check_array("total", total, (torch.float32,), count)
+        if self.native:
+            arguments = (total.data_ptr(), gradient.data_ptr(), KINDS[gradient.dtype], first, count)
+            self._check(self._library.zeroshard_accumulate(self._handle, *arguments))
+        else:
+            fallback.accumulate(total, gradient, first)
 
     def square_sum(self, values: Tensor) -> float:
-        """The sum of squares in fp64, added up in an order that depends on nothing but the length."""
-        require_values("values", values)
+        """The sum of squares in fp64. The order of additions depends on nothing but the length."""
+        count = values.numel()
+        _check_array("values", values, GRADIENTS, count)
         if not self.native:
             return fallback.square_sum(values)
         result = ctypes.c_double()
-        kind, count = GRADIENTS[values.dtype], values.numel()
-        self._check(self._library.zeroshard_square_sum(self._handle, values.data_ptr(), kind, count, result))
+        arguments = (values.data_ptr(), KINDS[values.dtype], count, result)
+        self._check(self._library.zeroshard_square_sum(self._handle, *arguments))
         return result.value
 
     def close(self) -> None:
-        """Wait for a running call, then end the threads. Later calls raise; closing again does nothing."""
+        """Waits for a running call, then ends the threads. Later calls raise; closing again does nothing."""
         if self._close is not None:
             self._close()
-
-    def run_packed(self, segments: bytes, rules: bytes, count: int, factor: float, seed: int) -> None:
-        """What `Batch` calls: the structures of native/abi.h."""
-        self._check(self._library.zeroshard_update(self._handle, segments, rules, count, factor, seed & _MASK_64))
 
     def _check(self, status: int) -> None:
         if status == _CLOSED:
@@ -137,40 +196,11 @@ class Pool:
             raise RuntimeError(f"threads for the host optimizer could not be started in process {os.getpid()}")
 
 
-class Batch:
-    """Segments whose addresses are known, to be updated in one call. It keeps their tensors alive."""
-
-    def __init__(self, pool: Pool, segments: Sequence[Segment]) -> None:
-        self.pool = pool
-        self._segments = tuple(segments)
-        for segment in self._segments:
-            segment.validate()
-            if not pool.native:
-                fallback.refuse(segment)
-        self.packed = b"".join(map(pack_segment, self._segments)) if pool.native else b""
-        self._moments = [len(segment.moments) for segment in self._segments]
-
-    def run(self, rules: Sequence[Rule], factor: float, seed: int = 0) -> None:
-        """One step, a rule for each segment. See `Pool.update`."""
-        packed = self.pack(rules)
-        if self.pool.native:
-            self.pool.run_packed(self.packed, packed, len(rules), factor, seed)
-        else:
-            fallback.update(self._segments, rules, factor)
-
-    def pack(self, rules: Sequence[Rule]) -> bytes:
-        """Rules as the native code reads them."""
-        if len(rules) != len(self._segments):
-            raise ValueError(f"{len(rules)} rules for {len(self._segments)} segments; each needs one")
-        return b"".join(map(pack_rule, rules, self._moments))
-
-
-def run_together(batches: Sequence[Batch], rules: Sequence[Sequence[Rule]], factor: float, seed: int = 0) -> None:
-    """One step of several batches of one pool in a single call. See `Batch.run`."""
-    pool = batches[0].pool
-    if not pool.native:
-        for batch, chosen in zip(batches, rules, strict=True):
-            batch.run(chosen, factor, seed)
-        return
-    packed = b"".join(batch.pack(chosen) for batch, chosen in zip(batches, rules, strict=True))
-    pool.run_packed(b"".join(batch.packed for batch in batches), packed, sum(map(len, rules)), factor, seed)
+def _check_array(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype], length: int) -> None:
+    """Raises if the native code cannot read a tensor as this many elements of these dtypes."""
+    on_cpu, flat = tensor.device.type == "cpu", tensor.dim() == 1 and tensor.is_contiguous()
+    if not (on_cpu and flat and tensor.dtype in dtypes and tensor.numel() == length):
+        raise ValueError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; the host optimizer needs "
+            f"{length} contiguous elements of {' or '.join(map(str, dtypes))} on the CPU"
+        )

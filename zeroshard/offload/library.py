@@ -1,8 +1,8 @@
-"""Find, or build, and load the native host optimizer; say which SIMD path it takes and why.
+"""Finds or builds the native host optimizer, loads it, and says which SIMD path it takes and why.
 
-A library beside the sources (from `pip install` or `python -m zeroshard.offload.native.build`) is taken first. Without
-one it is built into the user's cache folder, once per version of the sources, however many ranks ask at once. Where
-that fails too, torch does the work, and one warning names the reason.
+A library beside the sources comes first (from `pip install` or `python -m zeroshard.offload.native.build`). If there is
+none, the library is built in the user's cache folder, once for each version of the sources; several ranks may build at
+the same time. If the build fails, torch does the work, and one warning names the reason.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import warnings
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Final
 
+from ..system.machine import cache_folder
 from .native.build import CXX_VARIABLE, HERE, BuildError, build, library_name
 
 VARIABLE: Final = "ZEROSHARD_KERNEL"
-"""Environment variable that forces a path, by the names below."""
+"""Environment variable that forces a path, by a value of `Simd`."""
 
 
 class Simd(Enum):
-    """How the host optimizer computes. All but torch give the same bits."""
+    """How the host optimizer computes. All paths except torch's give the same bits."""
 
     AVX512 = "avx512"
     AVX2 = "avx2"
@@ -32,12 +32,13 @@ class Simd(Enum):
     TORCH = "torch"
 
 
-_NUMBERS: Final = {Simd.PORTABLE: 0, Simd.AVX2: 1, Simd.AVX512: 2}  # PathNumber of native/library.cpp
+NUMBERS: Final = {Simd.PORTABLE: 0, Simd.AVX2: 1, Simd.AVX512: 2}
+"""``PathNumber`` of native/library.cpp."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The path that is taken, and why."""
+    """A path, why it was chosen, and what would give a better one."""
 
     simd: Simd
     reason: str
@@ -73,17 +74,12 @@ def choose(asked: Simd | None = None) -> Choice:
 
 def paths(library: ctypes.CDLL) -> list[Simd]:
     """The native paths that run on this processor, the fastest first."""
-    return [simd for simd in Simd if simd in _NUMBERS and library.zeroshard_has_path(_NUMBERS[simd])]
-
-
-def path_number(simd: Simd) -> int:
-    """The number by which the native code knows a path."""
-    return _NUMBERS[simd]
+    return [simd for simd in Simd if simd in NUMBERS and library.zeroshard_has_path(NUMBERS[simd])]
 
 
 @cache
 def warn_once(message: str) -> None:
-    """Say it the first time."""
+    """Warns the first time, and never again with the same text."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
@@ -91,10 +87,10 @@ _loaded: list[ctypes.CDLL | BuildError] = []
 
 
 def load() -> ctypes.CDLL:
-    """The native library, built where that is needed; asked for again, the same answer.
+    """The native library, built if there is none. Later calls give the same answer.
 
     Raises:
-        BuildError: it could not be built, or not be loaded.
+        BuildError: the library could not be built or loaded.
     """
     if not _loaded:
         try:
@@ -111,18 +107,12 @@ def _find() -> ctypes.CDLL:
     name, cached = library_name(), cache_folder()
     for file in (HERE / name, cached / name):
         if file.exists():
-            with contextlib.suppress(OSError):  # of another system's C library, or damaged: build anew
+            with contextlib.suppress(OSError):  # damaged, or made for another C library: build again
                 return _declare(ctypes.CDLL(str(file)))
     try:
         return _declare(ctypes.CDLL(str(build(cached))))
     except OSError as error:
         raise BuildError(f"the library does not load: {error}") from error
-
-
-def cache_folder() -> Path:
-    """Where libraries are built that nobody installed."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "zeroshard"
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -132,7 +122,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "zeroshard_open": (pointer, int32, int32, pointer, int32),
         "zeroshard_close": (None, pointer),
         "zeroshard_update": (int32, pointer, pointer, pointer, int64, ctypes.c_float, ctypes.c_uint64),
-        "zeroshard_accumulate": (int32, pointer, pointer, pointer, int32, ctypes.c_float, int32, int64),
+        "zeroshard_accumulate": (int32, pointer, pointer, pointer, int32, int32, int64),
         "zeroshard_square_sum": (int32, pointer, pointer, int32, int64, ctypes.POINTER(ctypes.c_double)),
     }
     for name, (result, *arguments) in signatures.items():

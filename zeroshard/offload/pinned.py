@@ -1,6 +1,7 @@
-"""Host memory: blocks of exact size, pinned where a GPU copies from and to them, and buffers that flats share in turn.
+"""Host memory: blocks of exact size, and rings of buffers that flats use in turn.
 
-torch's pinned allocator rounds every block up to a power of two, which can double what a model takes.
+A block is pinned if a GPU copies to it or from it. Torch's own pinned allocator is not used: it rounds every size up to
+a power of two, which can double the memory of a model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import queue
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,11 +19,11 @@ from torch import Tensor
 from .worker import POLL_SECONDS
 
 ALIGNMENT = 128
-"""Buffers start at multiples of this many bytes, so that no two share a cache line."""
+"""Buffers start at multiples of this many bytes, so that no two buffers share a cache line."""
 
 
 def aligned(size: int) -> int:
-    """A size in bytes, rounded up to where the next buffer may start."""
+    """A size in bytes, rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -39,11 +41,12 @@ class Block:
         if dry:  # a shape without memory
             self.memory = torch.empty(size, dtype=torch.uint8)
             return
-        # Anonymous pages come zeroed, and huge ones spare the update half of its address translations.
+        # Anonymous pages are zero at first. Huge pages save the update half of its address translations.
         self._pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._pages.madvise(mmap.MADV_HUGEPAGE)
-        # A forked child (a data loader's) has no use for it, and would make every page be copied that is written to.
+        # A forked child (of a data loader) does not need this memory. If it had the memory, every page that is
+        # written afterwards would be copied first.
         if hasattr(mmap, "MADV_DONTFORK"):
             self._pages.madvise(mmap.MADV_DONTFORK)
         self.memory = torch.frombuffer(self._pages, dtype=torch.uint8)
@@ -54,7 +57,7 @@ class Block:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The next buffer, of zeros."""
         size = numel * dtype.itemsize
-        assert self._used + size <= self.size, "more was taken from the block than was counted for it"
+        assert self._used + size <= self.size, "more was taken from the block than its size"
         taken = self.memory[self._used : self._used + size].view(dtype)
         self._used += aligned(size)
         return taken
@@ -72,58 +75,42 @@ def _pin(memory: Tensor) -> None:
 def _unpin(memory: Tensor, process: int) -> None:
     if os.getpid() != process:
         return
-    torch.cuda.synchronize()  # a copy may still read it
+    torch.cuda.synchronize()  # a copy may still use the memory
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
+@dataclass(eq=False)
 class Staging:
-    """A buffer of the ring while somebody has it."""
+    """A buffer of a ring while it is in use."""
 
-    def __init__(self, ring: Ring, block: Tensor, tensor: Tensor, free_after: torch.cuda.Event | None) -> None:
-        self.tensor = tensor
-        self.free_after = free_after
-        """When the copy that last read it is over."""
-        self.arrival: torch.cuda.Event | None = None
-        self._ring, self._block = ring, block
-
-    def wait(self) -> None:
-        """Waits until what was copied into it is there."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
+    ring: BufferRing
+    block: Tensor
+    tensor: Tensor
+    """The beginning of the block, as elements of the dtype asked for."""
+    free_after: torch.cuda.Event | None
+    """The end of the copy that last read the buffer. Nothing may be written before."""
+    arrival: torch.cuda.Event | None = None
+    """The end of the copy into the buffer."""
 
     def release(self, free_after: torch.cuda.Event | None) -> None:
-        """Gives it back, to be written when an event has passed."""
-        self._ring.give_back(self._block, free_after)
+        """Gives the buffer back. It may be written again after ``free_after``."""
+        self.ring.free.put((self.block, free_after))
 
 
-class Ring:
-    """Hands buffers out, and waits where all are taken; ``check`` raises if whoever has them has failed."""
+class BufferRing:
+    """A fixed number of buffers that are used in turn. ``check`` raises if the thread that uses them has failed."""
 
     def __init__(self, blocks: Sequence[Tensor], check: Callable[[], None]) -> None:
         self._check = check
-        self._free: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
-        self._filled: dict[object, Staging] = {}
+        self.free: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = queue.SimpleQueue()
         for block in blocks:
-            self._free.put((block, None))
+            self.free.put((block, None))
 
     def acquire(self, dtype: torch.dtype, numel: int) -> Staging:
-        """The buffer that is free the longest, as so many elements."""
+        """The buffer that has been free the longest. Waits while all are in use."""
         while True:
             try:
-                block, event = self._free.get(timeout=POLL_SECONDS)
-                break
+                block, event = self.free.get(timeout=POLL_SECONDS)
+                return Staging(self, block, block[: numel * dtype.itemsize].view(dtype), event)
             except queue.Empty:
-                self._check()  # nobody will give one back if the update has failed
-        return Staging(self, block, block[: numel * dtype.itemsize].view(dtype), event)
-
-    def give_back(self, block: Tensor, event: torch.cuda.Event | None) -> None:
-        """By ``Staging.release``."""
-        self._free.put((block, event))
-
-    def put(self, owner: object, staging: Staging) -> None:
-        """Keeps a buffer that was filled ahead of need."""
-        self._filled[owner] = staging
-
-    def take(self, owner: object) -> Staging | None:
-        """The buffer that was filled for an owner, if any."""
-        return self._filled.pop(owner, None)
+                self._check()  # after a failure no buffer comes back

@@ -1,23 +1,27 @@
 """The host's side of a step: gradients land, states are updated, parameters are published.
 
-Two threads do it, each in the order it was asked. The *mover* copies a gradient from the device into its slot, and adds
-it up where there are several micro-batches. The *updater* runs the kernel, and sends new parameters off as soon as
-they are made. Neither issues a collective. The training thread only asks, and waits where it needs a result:
+Two threads do the work, each in the order in which it was asked. The *mover* copies a gradient from the device into
+host memory, and adds it to the sum if there are several micro-batches. The *updater* runs the kernel, and starts the
+copy of new parameters as soon as they are made. Neither thread issues a collective. The training thread only asks, and
+waits where it needs a result. The way of one gradient:
 
-    receive() in backward  →  mover: land          →  updater: update, publish  →  SentParameters.wait() in forward
+    training thread          mover                updater                       training thread
+    HostHome.take()     →    copy to the slot     update, start to publish  →   SentParameters.wait()
+    in backward              Transfer._land       Update.prepare, finish        in the next forward
 
-A delayed update is published by the mover instead, when the next gradient of the unit lands: that is when the device
-has no more use for the old parameters.
+With ``update_in_backward`` the mover asks for the update itself, as soon as the gradient has landed. Elsewhere
+``step()`` asks for it. A delayed update is published by the mover, just before the unit's next gradient lands: from
+then on the device does not need the old parameters.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,31 +29,46 @@ from torch import Tensor
 from ..config.offload import Offload
 from ..system import compat, machine, trace
 from ..system.cores import share
+from ..system.sizes import size_text
 from .dry import DryPool, DryWorker
 from .host_buffers import HostBuffers, HostBytes
-from .kernel import Batch, Pool, Rule, run_together
-from .pinned import Block, Ring, aligned
+from .kernel import Pool
+from .pinned import Block, BufferRing, aligned
 from .worker import POLL_SECONDS, Worker
+
+if TYPE_CHECKING:
+    from .update import Update
 
 LANDING = 3
 """Gradients that wait on the device to be copied, at most. Bounds their memory (C_B)."""
 RING = 4
-"""Slots of the ring where gradients are consumed as they land: one lands, one is updated, the others are sent off."""
-GROUP_ELEMENTS = 96 << 20
-"""Elements that are updated in one call, at most, unless one flat has more."""
-DRIVER_CORES = 4
-"""From how many cores on one is left to the training thread. Of 16, 15 threads updated faster than 16 beside it."""
-CROWDED_CORES = 8
-"""From how many on three are, where backward goes on meanwhile: it launches, the mover copies, the updater sends.
-
-Of 16, 13 threads then gave shorter steps than 15 (benchmarks/RESULTS.md).
-"""
+"""Buffers for gradients with ``update_in_backward``: one lands, one is updated, the others are being sent."""
 HIGH_HALVES = 3
-"""Staging buffers for parameters that are read back: one arrives, one is updated, one is sent off."""
+"""Buffers for parameters that are read back: one arrives, one is updated, one is being sent."""
+GROUP_ELEMENTS = 96 << 20
+"""Elements that are updated in one call, at most. A flat with more elements is updated alone."""
+DRIVER_CORES = 4
+"""With this many cores or more, one core is left to the training thread.
+
+Of 16 cores, 15 threads updated faster than 16 while the training thread was running.
+"""
+CROWDED_CORES = 8
+"""With this many cores or more, three cores are left free if the host updates during backward.
+
+The training thread launches kernels, the mover copies and the updater sends. Of 16 cores, 13 threads gave shorter steps
+than 15 (benchmarks/RESULTS.md).
+"""
+
+
+def wait_for_events(*events: torch.cuda.Event | None) -> None:
+    """The calling thread waits for points in the device's work. None stands for no device."""
+    for event in events:
+        if event is not None:
+            event.synchronize()
 
 
 class SentParameters:
-    """New parameters of a flat, on their way to where parameters rest (``states.home.Publication``)."""
+    """New parameters of a flat on their way to where parameters rest (``states.home.Publication``)."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._workers, self._device = (pipeline.mover, pipeline.updater), pipeline.device
@@ -58,16 +77,16 @@ class SentParameters:
 
     @property
     def sent(self) -> bool:
-        """Whether a wait would not hold up the host."""
+        """Whether ``wait`` would return without holding up the host."""
         return self._sent.is_set()
 
     def send(self, arrival: torch.cuda.Event | None) -> None:
-        """By the thread that has started the copy."""
+        """Called by the thread that has started the copy. ``arrival`` is the end of the copy."""
         self._arrival = arrival
         self._sent.set()
 
     def wait(self) -> None:
-        """Until they are sent; then what follows on the current stream sees them."""
+        """Waits until the copy is started. Later work on the current stream sees the new parameters."""
         while not self._sent.wait(POLL_SECONDS):
             for worker in self._workers:
                 worker.check()
@@ -76,7 +95,7 @@ class SentParameters:
 
 
 class Factor:
-    """What gradients are multiplied by. Read by the updater, so that the training thread need not wait for it."""
+    """What gradients are multiplied by. The updater reads it, so that the training thread need not wait for it."""
 
     def __init__(self, value: Tensor | None) -> None:
         self._value = value
@@ -88,27 +107,17 @@ class Factor:
             self._arrival.record()
 
     def read(self) -> float:
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        wait_for_events(self._arrival)
         return 1.0 if self._value is None or compat.is_fake(self._value) else float(self._value)
-
-
-class Task(Protocol):
-    """One flat's update, to be run by the updater."""
-
-    label: str
-    numel: int
-    factor: Factor
-
-    def prepare(self) -> tuple[Batch, Sequence[Rule]]:
-        """Waits for what the update reads; what is to be run."""
-
-    def finish(self) -> None:
-        """After the update: publishes."""
 
 
 class Pipeline:
     """The two threads, the kernel's pool and the streams of one sharded model."""
+
+    gradient_ring: BufferRing
+    """Buffers for gradients, with ``update_in_backward``."""
+    high_ring: BufferRing
+    """Buffers for parameters that are read back."""
 
     def __init__(
         self,
@@ -121,12 +130,11 @@ class Pipeline:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.options, self.device, self.local_ranks, self.dry = options, device, local_ranks, dry
-        self._sums_expected = False
-        self._tell = tell
         self.norms = norms
-        """Whether a step will ask for the norm, so that it is found on the way."""
-        cuda = device.type == "cuda"
-        use_device = partial(torch.cuda.set_device, device) if cuda else None
+        """Whether a step will ask for the norm of the gradients. It is then computed as they land."""
+        self._tell = tell
+        self._sums_expected = False
+        self._cuda = device.type == "cuda"
         self.pool: Pool
         self.mover: Worker
         self.updater: Worker
@@ -134,73 +142,58 @@ class Pipeline:
             self.pool = DryPool()
             self.mover, self.updater = DryWorker("gradient copy", LANDING), DryWorker("update", 0)
         else:
-            self.pool = Pool(options.threads or default_threads(device, beside_backward=options.beside_backward))
+            use_device = partial(torch.cuda.set_device, device) if self._cuda else None
+            self.pool = Pool(options.threads or default_threads(device, during_backward=options.beside_backward))
             self.mover, self.updater = Worker("gradient copy", use_device, tell), Worker("update", use_device, tell)
         self.room = threading.Semaphore(LANDING + dry)
-        self.down = torch.cuda.Stream(device) if cuda else None
-        self.up = torch.cuda.Stream(device) if cuda else None
-        self.blocks: tuple[Block, ...] = ()
+        self.streams = {way: torch.cuda.Stream(device) if self._cuda else None for way in (trace.DOWN, trace.UP)}
+        """One stream for copies to the host, one for copies to the device."""
         self.unscaled = Factor(None)
-        self.ring: Ring | None = None
-        self.staging: Ring | None = None
         self.buffers: list[HostBuffers] = []
-        """Of all flats whose states live here."""
-        self._tasks: deque[Task] = deque()
+        """Of all flats whose states live on the host."""
+        self.blocks: tuple[Block, ...] = ()
+        self._ring_size = RING * options.update_in_backward
+        self._high_ring_size = HIGH_HALVES * options.read_back
+        self._updates: deque[Update] = deque()
         self._asked = self._begun = 0
-        """Elements of all tasks so far. Each count has one writer: the training thread, and the updater."""
+        """Elements of all updates so far. Each count has one writer: the thread that asks, and the updater."""
         self._traffic = {trace.DOWN: 0, trace.UP: 0}
-        self._copies = 0
+        self.copies = 0
+        """Copies that were asked for so far."""
         trace.wait_for(self)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
 
     @property
     def bytes(self) -> HostBytes:
-        """What ``allocate`` takes."""
+        """The memory that ``allocate`` takes."""
         return sum((buffers.bytes for buffers in self.buffers), HostBytes(pinned=self.ring_bytes))
 
     @property
     def ring_bytes(self) -> int:
-        """Of the buffers that flats take turns with."""
-        return self._largest * (self._ring_count + self._staging_count)
+        """The memory of the buffers that flats use in turn."""
+        return self._largest * (self._ring_size + self._high_ring_size)
 
     @property
     def _largest(self) -> int:
-        sizes = [buffers.numel * buffers.dtype.itemsize for buffers in self.buffers if buffers.trained]
-        return aligned(max(sizes, default=0))
-
-    @property
-    def _ring_count(self) -> int:
-        return RING if self.options.update_in_backward else 0
-
-    @property
-    def _staging_count(self) -> int:
-        return HIGH_HALVES if self.options.read_back else 0
+        return aligned(max((buffers.parameter_bytes for buffers in self.buffers if buffers.trained), default=0))
 
     def allocate(self) -> None:
         """Takes the host memory of all flats, in two blocks."""
         size = self.bytes
-        pinned = Block(size.pinned, pinned=self.device.type == "cuda", dry=self.dry)
+        pinned = Block(size.pinned, pinned=self._cuda, dry=self.dry)
         pageable = Block(size.pageable, pinned=False, dry=self.dry)
         for buffers in self.buffers:
             buffers.bind(pinned, pageable)
-        if self._ring_count:
-            self.ring = self._new_ring(pinned, self._ring_count)
-        if self._staging_count:
-            self.staging = self._new_ring(pinned, self._staging_count)
+        self.gradient_ring = self._new_ring(pinned, self._ring_size)
+        self.high_ring = self._new_ring(pinned, self._high_ring_size)
         self.blocks = (pinned, pageable)
 
-    def _new_ring(self, block: Block, count: int) -> Ring:
-        return Ring([block.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
-
-    def now(self) -> torch.cuda.Event | None:
-        """The point that the device's work has reached on the current stream."""
-        if self.down is None:
-            return None
-        event = torch.cuda.Event(blocking=True)  # a thread that spins on it would take a core from the update
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def _new_ring(self, block: Block, count: int) -> BufferRing:
+        return BufferRing([block.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
 
     def expect_sums(self) -> None:
-        """A second micro-batch comes: there must be room for sums in fp32."""
+        """Called when a second micro-batch comes: raises if there is no memory for sums in fp32."""
         if self._sums_expected:
             return
         needed = 4 * sum(buffers.numel for buffers in self.buffers if buffers.trained)
@@ -209,14 +202,55 @@ class Pipeline:
             available = min(available, self.options.host_memory - self.bytes.total)
         if needed > available:
             text = (
-                f"offload: adding up micro-batches takes {needed / 2**30:.2f} GiB of host memory more, but "
-                f"{available / 2**30:.2f} GiB are available; use larger micro-batches and one a step, or "
+                f"offload: adding up micro-batches takes {size_text(needed)} of host memory more, but "
+                f"{size_text(max(0, available))} are available; use larger micro-batches and one a step, or "
                 "zeroshard.no_sync(model), which adds them up on the device"
             )
             if self._tell is not None:
-                self._tell(text)  # the other ranks may have room, and would wait for this one
+                self._tell(text)  # other ranks may have enough memory, and would wait for this rank
             raise ValueError(text)
         self._sums_expected = True
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def update(self, update: Update) -> int:
+        """Has a flat updated, after those that were asked for before. Returns the updater's job."""
+        self._asked += update.transfer.buffers.numel
+        self._updates.append(update)
+        return self.updater.submit(self._update_next)
+
+    def _update_next(self) -> None:
+        """Runs the next updates, unless an earlier job ran them together with others."""
+        group = self._next_group()
+        if not group:
+            return
+        work = [update.prepare() for update in group]
+        names = " ".join(update.transfer.label for update in group)
+        factor = group[0].factor.read()
+        with compat.label(f"zeroshard.host_update {names}"), trace.on_host(trace.UPDATE, names):
+            self.pool.update(work, factor, self.options.seed)
+        for update in group:
+            update.finish()
+
+    def _next_group(self) -> list[Update]:
+        """Flats to update in one call. Fewer calls mean that the kernel's threads wait for each other less often.
+
+        Groups become smaller towards the end of the queue, so that the device gets the last parameters sooner.
+        """
+        if not self._updates:
+            return []
+        group = [self._updates.popleft()]
+        most = 0 if self.options.read_back else min(GROUP_ELEMENTS, (self._asked - self._begun) // 4)
+        elements = group[0].transfer.buffers.numel
+        while self._updates and self._updates[0].factor is group[0].factor:
+            elements += self._updates[0].transfer.buffers.numel
+            if elements > most:
+                break
+            group.append(self._updates.popleft())
+        self._begun += sum(update.transfer.buffers.numel for update in group)
+        return group
+
+    # -- waiting --------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """Waits until one more gradient may wait on the device."""
@@ -224,47 +258,9 @@ class Pipeline:
             self.mover.check()
             self.updater.check()
 
-    def update(self, task: Task) -> int:
-        """Has a flat updated after those that were asked for before; returns a number to wait for."""
-        self._asked += task.numel
-        self._tasks.append(task)
-        return self.updater.submit(self._update_next)
-
-    def _update_next(self) -> None:
-        """Updates what is next, unless a job before this one did it along with others."""
-        group = self._next_group()
-        if not group:
-            return
-        prepared = [task.prepare() for task in group]
-        names = " ".join(task.label for task in group)
-        factor = group[0].factor.read()
-        with compat.label(f"zeroshard.host_update {names}"), trace.on_host(trace.UPDATE, names):
-            batches, rules = [batch for batch, _ in prepared], [rules for _, rules in prepared]
-            run_together(batches, rules, factor, self.options.seed)
-        for task in group:
-            task.finish()
-
-    def _next_group(self) -> list[Task]:
-        """Flats to update in one call, which keeps the threads from waiting for each other at every flat's end.
-
-        Towards the end of the queue groups become smaller, so that the device gets the last parameters the sooner.
-        """
-        if not self._tasks:
-            return []
-        group = [self._tasks.popleft()]
-        most = 0 if self.staging is not None else min(GROUP_ELEMENTS, (self._asked - self._begun) // 4)
-        elements = group[0].numel
-        while self._tasks and self._tasks[0].factor is group[0].factor:
-            elements += self._tasks[0].numel
-            if elements > most:
-                break
-            group.append(self._tasks.popleft())
-        self._begun += sum(task.numel for task in group)
-        return group
-
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Whoever waits for what this block was about to ask for is told if it fails."""
+        """If the block fails, both workers fail: somebody may wait for work that the block did not ask for."""
         try:
             yield
         except BaseException as error:
@@ -272,35 +268,31 @@ class Pipeline:
             self.updater.fail(error)
             raise
 
-    def settle(self) -> None:
-        """Until neither the host nor the device has anything to do, for the few who write where copies read."""
-        self.wait()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def wait(self) -> None:
-        """Until the host has nothing to do; raises what failed."""
+        """Waits until the host has nothing to do. Raises if a job has failed."""
         self.mover.wait()
         self.updater.wait()
 
-    def take_traffic(self) -> dict[str, int]:
-        """Bytes that were asked to cross between host and device since this was last asked."""
-        taken, self._traffic = self._traffic, {trace.DOWN: 0, trace.UP: 0}
-        return taken
+    def settle(self) -> None:
+        """Waits until host and device have nothing to do. For callers that write to memory which copies read."""
+        self.wait()
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
 
-    @property
-    def copies(self) -> int:
-        """How many were asked for in all."""
-        return self._copies
+    def now(self) -> torch.cuda.Event | None:
+        """The point that the device's work has reached on the current stream."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(blocking=True)  # waiting by spinning would take a core from the update
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
-    def count(self, way: str, size: int) -> None:
-        """Notes a copy as it is asked for, not as it is made, so that it counts for the step that asks."""
-        self._traffic[way] += size
-        self._copies += 1
+    # -- copies ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def on_stream(self, stream: torch.cuda.Stream | None, *after: torch.cuda.Event | None) -> Iterator[None]:
-        """Work on a stream of ours, after events."""
+    def on_stream(self, way: str, *after: torch.cuda.Event | None) -> Iterator[None]:
+        """Work on the stream of one direction, after some events."""
+        stream = self.streams[way]
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             for event in after:
                 if event is not None:
@@ -308,44 +300,29 @@ class Pipeline:
                     stream.wait_event(event)
             yield
 
-    def down_from(self, source: Tensor, target: Tensor, label: str, *after: torch.cuda.Event | None) -> None:
-        """Copies from the device and waits for it. On the mover or the updater."""
-        self._start(self.down, trace.DOWN, source, target, label, *after, wait=True)
-
-    def start_up(
-        self, source: Tensor, target: Tensor, label: str, *after: torch.cuda.Event | None
+    def copy(
+        self, way: str, source: Tensor, target: Tensor, label: str, *after: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Starts a copy to the device; the event tells when it has arrived."""
-        return self._start(self.up, trace.UP, source, target, label, *after)
-
-    def start_down(
-        self, source: Tensor, target: Tensor, label: str, *after: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        """Starts a copy from the device."""
-        return self._start(self.down, trace.DOWN, source, target, label, *after)
-
-    def _start(
-        self,
-        stream: Any,
-        way: str,
-        source: Tensor,
-        target: Tensor,
-        label: str,
-        *after: torch.cuda.Event | None,
-        wait: bool = False,
-    ) -> torch.cuda.Event | None:
-        with self.on_stream(stream, *after):
+        """Starts a copy between host and device, after some events. Returns the event of its end."""
+        with self.on_stream(way, *after):
             with trace.on_stream(way, label):
                 target.copy_(source, non_blocking=True)
-            arrived = self.now()
-        if wait and arrived is not None:
-            arrived.synchronize()
-        return arrived
+            return self.now()
+
+    def count(self, way: str, size: int) -> None:
+        """Counts a copy when it is asked for, so that it belongs to the step that asks."""
+        self._traffic[way] += size
+        self.copies += 1
+
+    def take_traffic(self) -> dict[str, int]:
+        """Bytes that were to be copied in each direction since the last call."""
+        taken, self._traffic = self._traffic, {trace.DOWN: 0, trace.UP: 0}
+        return taken
 
 
-def default_threads(device: torch.device, *, beside_backward: bool = False) -> int:
-    """This rank's cores, less those that drive the device, where there is one and enough of them."""
+def default_threads(device: torch.device, *, during_backward: bool = False) -> int:
+    """This rank's cores, less those that drive a GPU. ``during_backward``: the host updates while backward runs."""
     cores = share().threads
     if device.type != "cuda" or cores < DRIVER_CORES:
         return cores
-    return cores - (3 if beside_backward and cores >= CROWDED_CORES else 1)
+    return cores - (3 if during_backward and cores >= CROWDED_CORES else 1)

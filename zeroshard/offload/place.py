@@ -1,4 +1,4 @@
-"""Puts a model's states on the host: which units, in which memory, and whether there is enough of it."""
+"""Gives flats their home on the host: which units, and whether there is enough memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..states.flat import Flat
 from ..states.turns import Turns
 from ..states.unit import Unit
 from ..system import compat, machine
+from ..system.sizes import size_text
 from .home import HostHome
 from .host_buffers import HostBuffers
 from .pipeline import Pipeline
@@ -21,20 +22,20 @@ from .step import HostStep
 
 ROOM = "the agreement on memory for an offload"
 DEVICE_SHARE = 0.6
-"""Of the device's free memory, what model states may take with host_fraction="auto"; the rest is for activations."""
+"""The part of the device's free memory for model states with host_fraction="auto". The rest is for activations."""
 
 
 def place_on_host(
     units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric, turns: Turns
 ) -> HostStep | None:
-    """Gives the flats whose states live on the host their home there; None if nothing does."""
+    """Gives flats their home on the host, as the options say. None if all states stay on the device."""
     options = config.offload
     if options is None:
         return None
-    looked_at = (config.clip_grad_norm, config.precision.loss_scale, config.on_nonfinite)
-    norms = any(option is not None for option in looked_at)
+    needing_norm = (config.clip_grad_norm, config.precision.loss_scale, config.on_nonfinite)
+    norms = any(option is not None for option in needing_norm)
     dry = any(compat.is_fake(parameter) for unit in units for flat in unit.flats for parameter in flat.parameters)
-    tell = fabric.tell_failure
+    tell = fabric.watchdog.fail
     pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=fabric.local_ranks, dry=dry, tell=tell)
     _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)
@@ -61,7 +62,7 @@ def place_on_host(
 
 
 def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:
-    """On all ranks or on none: one that failed alone would leave the others waiting."""
+    """Takes the memory on all ranks or raises on all ranks: a rank that failed alone would leave the others waiting."""
     problem: ValueError | None = None
     try:
         pipeline.allocate()
@@ -72,13 +73,14 @@ def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:
 
 
 def room_for_states(device: torch.device, local_ranks: int) -> int:
-    """Bytes that host_fraction="auto" takes of the device where ``device_memory`` says nothing."""
+    """Bytes of the device that host_fraction="auto" uses for states if ``device_memory`` is not given."""
     if device.type == "cuda":
         return int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(DEVICE_SHARE * machine.available_memory()) // local_ranks
 
 
 def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]:
+    """For each unit: whether its states stay on the device."""
     sizes = [sum(flat.own.numel for flat in unit.trainable_flats) for unit in units]
     if options.host_fraction != "auto":
         return stay_on_device(sizes, options.host_fraction)
@@ -128,20 +130,17 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
         if needed.total <= available:
             available, source = max(0, needed.total - lacking), "available to another rank"
         raise ValueError(
-            f"offload needs {_size(needed.total)} of host memory a rank ({_size(needed.pinned)} of it pinned), but "
-            f"{_size(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, split_master=True "
-            "with read_back=True, keep a part on the device with host_fraction=, or add ranks"
+            f"offload needs {size_text(needed.total)} of host memory a rank ({size_text(needed.pinned)} of it pinned), "
+            f"but {size_text(available)} are {source}; use moments=torch.bfloat16, update_in_backward=True, "
+            "split_master=True with read_back=True, keep a part on the device with host_fraction=, or add ranks"
         )
 
 
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
-
-
 def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:
-    """For units in the order in which forward needs them: whose states stay on the device.
+    """For units in the order in which forward needs them: whether the states of each stay on the device.
 
-    The first ones do, because the next forward would wait for them first; as many as make up ``1 - host_fraction``.
+    The first units stay, because the next forward would wait for them first. Together they are ``1 - host_fraction`` of
+    all elements.
 
     >>> stay_on_device([4, 2, 2, 2], host_fraction=0.3)
     [True, True, False, False]
@@ -150,12 +149,12 @@ def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:
 
 
 def stay_within(sizes: Sequence[int], bytes_on_device: float, budget: int) -> list[bool]:
-    """The same by what a budget of bytes has room for, at so many bytes an element."""
+    """The same for a budget: as many units stay as fit in ``budget`` bytes, at ``bytes_on_device`` an element."""
     return _first(sizes, int(budget / bytes_on_device))
 
 
 def _first(sizes: Sequence[int], room: int) -> list[bool]:
-    """Those that fit, the first ones first; one that is too large does not keep smaller ones out."""
+    """For each size, in this order: whether it still fits. A size that does not fit is left out; later ones may fit."""
     chosen = []
     for size in sizes:
         chosen.append(size <= room)

@@ -1,9 +1,10 @@
-"""A step of the flats whose home is the host: which are updated, in which order, with which rules."""
+"""A step of the flats whose home is the host: which flats are updated, in which order, with which rules."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,29 +15,30 @@ from ..states.flat import Flat
 from ..states.unit import Unit, check_no_block_open
 from ..states.updates import FlatStates, Updates
 from .home import HostHome
-from .kernel import Rule
 from .pipeline import Factor, Pipeline
-from .rules import moment_names, rule_of
+from .rules import Rule, moment_names, rule_of
+from .update import Update
 
 
 class HostStep(Updates):
-    """The updates on the host of one model."""
+    """The updates of one model on the host."""
 
     def __init__(self, pipeline: Pipeline, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None) -> None:
         self.pipeline, self._units, self._optimizer = pipeline, units, optimizer
         self._options: Offload = pipeline.options
         self.homes: dict[Flat, HostHome] = {}
-        """Of the trainable flats that live here."""
+        """The homes of the trainable flats whose states live on the host."""
         self._delaying = False
+        """Whether this step's updates are held back."""
         self._micro_batches = 1
-        """Backward passes that made up the last step."""
+        """Micro-batches of the last step."""
         self._settings: list[dict[str, Any]] | None = None
-        """Hyper-parameters as they were when a backward that updates began."""
+        """Hyper-parameters at the first update of this backward, with ``update_in_backward``."""
         self._moments = () if optimizer is None else moment_names(optimizer)
         groups = [] if optimizer is None else optimizer.param_groups
         self._groups = {id(parameter): group for group in groups for parameter in group["params"]}
 
-    # -- asked by homes, in backward ------------------------------------------------------------------------------
+    # -- called by homes, in backward -----------------------------------------------------------------------------
 
     @property
     def in_backward(self) -> bool:
@@ -45,13 +47,15 @@ class HostStep(Updates):
 
     @property
     def counts_matter(self) -> bool:
-        """Whether step counts are a part of the state: Adam needs them, and so does the rounding of 16-bit moments."""
+        """Whether step counts belong to the state: Adam needs them, and stochastic rounding of 16-bit moments too."""
         return "exp_avg" in self._moments or self._options.moments is not torch.float32
 
     def publishes_with(self, home: HostHome) -> bool:
-        """Whether a held update is published when this gradient comes, for the device needs the old values no more."""
-        # All micro-batches of a step see one version of the parameters: what the device still needs is published in
-        # step() instead.
+        """Whether a held update is published when this gradient comes, because the device is done with the old values.
+
+        All micro-batches of a step must see the same parameters. So if the last step had several, the held update is
+        published in ``step()`` instead.
+        """
         if home.held and self._micro_batches == 1:
             check_no_block_open(self._units, "a backward that publishes a delayed update")
             home.held = False
@@ -66,16 +70,16 @@ class HostStep(Updates):
         return False
 
     def begin_updates(self) -> None:
-        """Called by every home that updates in backward. Hyper-parameters may not change until the step."""
+        """Called before every update in backward. From now on hyper-parameters may not change until the step."""
         check_no_block_open(self._units, "a backward that updates")
         if self._settings is None:
             self._settings = self._read_settings()
 
     def rules(self, home: HostHome, used: Sequence[bool]) -> dict[int, Rule]:
-        """This step's rule for the parameters in use, of those that this rank has a piece of. Counts the step."""
+        """This step's rules, for the parameters in use that this rank has a piece of. Counts the step."""
         assert self._optimizer is not None
         rules: dict[int, Rule] = {}
-        made: dict[tuple[int, int], Rule] = {}  # pieces of one group have mostly made as many steps
+        made: dict[tuple[int, int], Rule] = {}  # most pieces of a group have made the same number of steps
         for piece in home.counts:
             if used[piece.slot]:
                 home.counts[piece] += 1
@@ -86,27 +90,27 @@ class HostStep(Updates):
                 rules[piece.slot] = made[key]
         return rules
 
-    # -- asked by the optimizer, in step() ------------------------------------------------------------------------
+    # -- called by the optimizer, in step() -----------------------------------------------------------------------
 
     @property
     def states_of(self) -> dict[Flat, FlatStates]:
         return dict(self.homes)
 
     def before_step(self) -> None:
-        """Brings parameters that no forward asked for since the last step where they belong."""
+        """Waits for the last update of flats that no forward has used since."""
         for flat, home in self.homes.items():
             if not home.has_gradient:
                 flat.wait_if_whole()
 
     def update(self, order: list[Flat], step: int) -> Iterator[list[Flat]]:
-        """Has all flats updated that have a gradient, in the order in which the next forward needs them.
+        """Asks for the updates of all flats that have a gradient, in the order in which the next forward needs them.
 
-        Where the update is delayed, it is in the order in which the next backward brings new gradients. Nothing is
-        yielded: the updates go on when this returns.
+        Delayed updates are asked for in the order in which the next backward brings new gradients. The updates are
+        still running when this returns, so it yields nothing.
         """
         after = self._options.delayed_update_after
         self._delaying = after is not None and step > after
-        self.skip()  # of units that got no gradient since, or several
+        self.skip()  # flats that got no gradient since, or several, still hold the last update
         self._micro_batches = max([1, *(home.received for home in self.homes.values())])
         self._check_settings()
         homes = [self.homes[flat] for flat in (order if self._delaying else order[::-1]) if flat in self.homes]
@@ -130,16 +134,20 @@ class HostStep(Updates):
         values = [home.factor for home in homes]
         rules = [self.rules(home, home.flat.gradient.used) for home in homes]
         factors = {value: Factor(value) for value in dict.fromkeys(values)}
-        with self.pipeline.failing_together():  # from here on somebody may wait for what is asked for
+        with self.pipeline.failing_together():  # from here on a forward may wait for these updates
             publications = [home.expect_step(delayed=self._delaying) for home in homes]
             free = self.pipeline.now()
-            for home, rule, value, publication, following in zip(
-                homes, rules, values, publications, [*homes, None][1:], strict=True
-            ):
-                home.update(rule, factors[value], free, publication, following)
+            updates = [
+                Update(home.transfer, rule, factors[value], free, publication)
+                for home, rule, value, publication in zip(homes, rules, values, publications, strict=True)
+            ]
+            for update, following in pairwise(updates):
+                update.following = following.transfer
+            for home, update in zip(homes, updates, strict=True):
+                home.update(update)
 
     def skip(self) -> None:
-        """Makes delayed updates visible now: they belong to the step before."""
+        """Publishes held updates. They belong to the last step, so they count even if this step is left out."""
         for home in self.homes.values():
             home.publish_held()
 

@@ -1,8 +1,9 @@
-"""One update of one flat on the host: what it waits for, the kernel's tables, and what follows."""
+"""One update of one flat, as the updater thread runs it: wait, compute, publish."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,43 +11,39 @@ from torch import Tensor
 
 from ..config.layout import Piece
 from ..system import compat
-from .host_buffers import HostBuffers, part
-from .kernel import Batch, Pool, Rule, Segment
+from .host_buffers import HostBuffers, part, round_to
+from .kernel import Pool, Segment, Segments
 from .pinned import Staging
-from .pipeline import Factor, SentParameters
+from .pipeline import Factor, SentParameters, wait_for_events
+from .rules import Rule
 
 if TYPE_CHECKING:
     from .transfer import Transfer
 
-MOST_TABLES = 32
-"""For one flat: one for each buffer that its gradient may be in, and each set of parameters in use."""
+MOST_STORED = 32
+"""Entries in one flat's cache: one for each buffer that the gradient may be in, and each set of parameters in use."""
 
 
-class Tables:
-    """The kernel's tables for one flat: which memory an update reads and writes, prepared once and used again."""
+class SegmentCache:
+    """The kernel's segments of one flat: the memory that an update reads and writes. Prepared once and used again."""
 
     def __init__(self, buffers: HostBuffers, keys: Mapping[Piece, int], pool: Pool) -> None:
         self._buffers, self._keys, self._pool = buffers, keys, pool
-        self._known: dict[tuple[int, int, tuple[int, ...]], Batch] = {}
+        self._known: dict[tuple[int, int, tuple[int, ...]], Segments] = {}
 
-    def find(
-        self, gradient: Tensor, output: Tensor, used: tuple[int, ...], instead: Tensor | None = None
-    ) -> tuple[Batch, list[int]]:
-        """The table for some parameters and the buffers they are in now, and whose rule each entry takes.
+    def find(self, gradient: Tensor, output: Tensor, used: Collection[int]) -> Segments:
+        """The segments of the parameters in use, by index in the flat, with these buffers."""
+        key = (compat.pointer(gradient), compat.pointer(output), tuple(sorted(used)))
+        if key not in self._known:
+            if len(self._known) >= MOST_STORED:  # the parameters in use change from step to step
+                self._known.clear()
+            self._known[key] = self.make(gradient, output, used)
+        return self._known[key]
 
-        Tables are stored, unless a gradient comes ``instead`` of the buffer's.
-        """
+    def make(self, gradient: Tensor, output: Tensor, used: Collection[int]) -> Segments:
+        """The same, not stored."""
         pieces = [piece for piece in self._keys if piece.slot in used]
-        key = (compat.pointer(gradient), compat.pointer(output), used)
-        batch = self._known.get(key)
-        if batch is None or instead is not None:
-            source = gradient if instead is None else instead
-            batch = self._pool.prepare([self._segment(source, output, piece) for piece in pieces])
-            if instead is None:
-                if len(self._known) >= MOST_TABLES:  # the parameters in use change from step to step
-                    self._known.clear()
-                self._known[key] = batch
-        return batch, [piece.slot for piece in pieces]
+        return self._pool.prepare([self._segment(gradient, output, piece) for piece in pieces])
 
     def _segment(self, gradient: Tensor, output: Tensor, piece: Piece) -> Segment:
         buffers = self._buffers
@@ -55,57 +52,73 @@ class Tables:
             master=part(buffers.stored, piece),
             parameter=None if output is buffers.stored else part(output, piece),
             moments=tuple(buffers.moments(piece).values()),
-            rule=None,
             key=self._keys[piece],
             start=piece.start,
         )
 
 
+@dataclass(eq=False)
 class Update:
-    """One update of a flat: with the gradient in its slot or sum, or in a buffer of the ring."""
+    """One update of a flat."""
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        rules: dict[int, Rule],
-        factor: Factor,
-        free: torch.cuda.Event | None,
-        publication: SentParameters | None,
-        *,
-        landed: int = 0,
-        following: Transfer | None = None,
-        staging: Staging | None = None,
-        high: Staging | None = None,
-    ) -> None:
-        self.label, self.numel, self.factor = transfer.label, transfer.buffers.numel, factor
-        self._transfer, self._rules, self._free, self._publication = transfer, rules, free, publication
-        self._landed, self._following, self._staging, self._high = landed, following, staging, high
-        self._output: Tensor | None = None
-        self.wide_gradient: Tensor | None = None
-        """A gradient whose dtype is wider than a buffer of the ring has."""
+    transfer: Transfer
+    rules: dict[int, Rule]
+    """The rule of each parameter in use, by index in the flat."""
+    factor: Factor
+    free: torch.cuda.Event | None
+    """The point from which on the device no longer reads the old parameters."""
+    publication: SentParameters | None
+    """None: the update is held back."""
+    following: Transfer | None = None
+    """The flat that is updated next."""
+    landed: int = 0
+    """The mover's job that brings the gradient."""
+    staging: Staging | None = None
+    """The buffer that the gradient is in, with ``update_in_backward``. Elsewhere the slot or the sum has it."""
+    high: Staging | None = None
+    """The high half of the master, if it is read back from the device."""
+    wide_gradient: Tensor | None = None
+    """A gradient whose dtype is wider than the buffer's. It is used in the buffer's place."""
+    _output: Tensor = field(init=False)
 
-    def prepare(self) -> tuple[Batch, Sequence[Rule]]:
-        """Waits for what the update reads, and for copies that still read what it writes."""
-        transfer, staging = self._transfer, self._staging
-        if staging is None:
-            self._high = transfer.wait_for_inputs(self._landed, self._free, self._following)
-        transfer.wait_for_outputs(self._free)
-        if self._high is not None:
-            self._high.wait()
-        gradient = transfer.gradient.value if staging is None else staging.tensor
-        self._output = transfer.output(gradient) if self._high is None else self._high.tensor
-        batch, slots = transfer.tables.find(gradient, self._output, tuple(sorted(self._rules)), self.wide_gradient)
-        return batch, [self._rules[slot] for slot in slots]
+    def prepare(self) -> tuple[Segments, Sequence[Rule]]:
+        """Waits for everything that the update reads, and for copies that still read what it writes."""
+        transfer, buffers = self.transfer, self.transfer.buffers
+        if self.staging is None:
+            transfer.pipeline.mover.wait(self.landed)
+            if transfer.reads_back:
+                self.high = transfer.take_high_half(self.free)
+                if self.following is not None:
+                    self.following.read_ahead(self.free)
+        wait_for_events(transfer.sent, None if buffers.resting is None else self.free)
+        if self.high is not None:
+            wait_for_events(self.high.arrival)
+        gradient = transfer.gradient.value if self.staging is None else self.staging.tensor
+        output = self._output = buffers.output(gradient) if self.high is None else self.high.tensor
+        cache, rules = transfer.segments, self.rules
+        if self.wide_gradient is None:
+            segments = cache.find(gradient, output, rules.keys())
+        else:
+            segments = cache.make(self.wide_gradient, output, rules.keys())
+        return segments, [rules[piece.slot] for piece in transfer.pieces if piece.slot in rules]
 
     def finish(self) -> None:
-        """Publishes, and gives the buffers back."""
-        assert self._output is not None
-        self._transfer.complete(self._output, self._rules)
+        """Publishes the new parameters, and gives the buffers back."""
+        self._fill_unused()
+        if self.staging is None:
+            self.transfer.gradient.empty()
         sent = None
-        if self._staging is None:
-            self._transfer.gradient.empty()
-        if self._publication is not None:
-            sent = self._transfer.send(self._output, self._publication, self._free)
-        for staging in (self._staging, self._high):
+        if self.publication is not None:
+            sent = self.transfer.send(self._output, self.publication, self.free)
+        for staging in (self.staging, self.high):
             if staging is not None:
                 staging.release(sent)
+
+    def _fill_unused(self) -> None:
+        """Rounds the master of parameters that were not updated. The output has their gradients, and is sent whole."""
+        buffers = self.transfer.buffers
+        if self._output is buffers.stored or buffers.split:
+            return
+        for piece in self.transfer.pieces:
+            if piece.slot not in self.rules:
+                part(self._output, piece).copy_(round_to(part(buffers.stored, piece), buffers.dtype))

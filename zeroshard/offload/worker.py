@@ -1,6 +1,6 @@
-"""A thread that does jobs one after the other, and whose failure is heard.
+"""A thread that does jobs one after the other, and reports its failure to everybody who waits.
 
-The thread holds nothing of the model but the jobs it was given, so that a model nobody uses any more can go.
+The thread has references to its jobs and to nothing else of the model, so that a model that is not used can be freed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Callable
 
 CLOSE_SECONDS = 30.0
-"""How long a job that has begun is waited for when its worker goes."""
+"""How long a worker that is freed waits for the job that has begun."""
 POLL_SECONDS = 0.5
-"""How often a wait looks whether the worker has failed."""
+"""How often a waiting thread checks whether the worker has failed."""
 
 
 class OffloadError(RuntimeError):
-    """The host's part of a step failed. Its cause is attached; the model's state is undefined from then on."""
+    """The host's part of a step failed. The cause is attached. The model's state is undefined from then on."""
 
 
 class _Queue:
-    """What the thread and its owner share."""
+    """The state that the thread and its owner share. The thread must not have a reference to its owner."""
 
     def __init__(self, title: str, tell: Callable[[str], None] | None) -> None:
         self.title, self.tell = title, tell
@@ -35,7 +35,7 @@ class _Queue:
 
 
 class Worker:
-    """One thread, started with its first job; ``prepare`` is what it does first, ``tell`` what it does if a job fails.
+    """One thread, started with its first job. It calls ``prepare`` first, and ``tell`` if a job fails.
 
     >>> worker = Worker("example")
     >>> seen = []
@@ -54,7 +54,7 @@ class Worker:
         self._prepare = prepare
 
     def submit(self, job: Callable[[], None]) -> int:
-        """Adds a job; returns its number, to wait for."""
+        """Adds a job. Returns its number, for ``wait``."""
         self.check()
         queue = self._queue
         if self._thread is None:
@@ -69,7 +69,7 @@ class Worker:
             return queue.given
 
     def wait(self, number: int | None = None) -> None:
-        """Until a job, by default the last, is done. Raises what any job raised."""
+        """Waits until a job is done, by default the last one. Raises if any job has failed."""
         queue = self._queue
         with queue.changed:
             target = queue.given if number is None else number
@@ -77,7 +77,7 @@ class Worker:
         self.check()
 
     def fail(self, error: BaseException) -> None:
-        """Lets everybody who waits know that what they wait for will not come."""
+        """Makes everybody who waits raise, because the work they wait for will not come."""
         with self._queue.changed:
             self._queue.error = self._queue.error or error
             self._queue.changed.notify_all()
@@ -95,14 +95,14 @@ class Worker:
 
 
 def _close(queue: _Queue, thread: threading.Thread, process: int) -> None:
-    """Drops what has not begun, and waits for what has: it uses memory that is about to go."""
+    """Drops jobs that have not begun. Waits for the one that has, because it uses memory that is about to be freed."""
     if os.getpid() != process:
         return
     with queue.changed:
         queue.closed = True
         if queue.jobs:
             queue.jobs.clear()
-            queue.error = RuntimeError("it was closed before all was done")  # for another worker that waits for it
+            queue.error = RuntimeError("it was closed before all was done")  # another worker may be waiting
         queue.changed.notify_all()
     if thread is not threading.current_thread():
         thread.join(CLOSE_SECONDS)
@@ -119,14 +119,14 @@ def _work(queue: _Queue, prepare: Callable[[], None] | None) -> None:
             job = queue.jobs.popleft()
         if not _succeeds(queue, job):
             return
-        del job  # or it would hold its tensors until the next one comes
+        del job  # otherwise its tensors would live until the next job comes
         with queue.changed:
             queue.done += 1
             queue.changed.notify_all()
 
 
 def _succeeds(queue: _Queue, job: Callable[[], None]) -> bool:
-    """Does a job. What it raises is handed to whoever waits, and to the other ranks."""
+    """Does a job. False if it raised: everybody who waits will raise, and the other ranks are told."""
     try:
         job()
     except BaseException as error:

@@ -12,14 +12,11 @@ from torch import Tensor
 
 from ..config.bounds import FIRST_ELEMENTS, UPDATE_ELEMENTS
 from ..config.layout import Piece
+from ..config.optimizers import SUPPORTED
 from ..states.device_home import DeviceHome
 from ..states.flat import Flat
 from ..states.updates import FlatStates, Updates
 from ..system import compat
-from .shardable import ELEMENTWISE
-
-SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State that belongs to a parameter as a whole. If the parameter is itself a scalar, the shape does not tell."""
 
 
 class DeviceUpdates(Updates):
@@ -32,7 +29,7 @@ class DeviceUpdates(Updates):
         self._inner = _on_pieces(original)
         self.state: defaultdict[Tensor, dict[str, Any]] = self._inner.state
         """The states of torch's optimizer, by piece."""
-        self.is_known = type(original) in ELEMENTWISE
+        self.is_known = type(original) in SUPPORTED
         """Whether this is an optimizer of torch, whose states have the master's dtype."""
 
     @property

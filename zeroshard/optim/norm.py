@@ -52,7 +52,7 @@ def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
     parts = {flat: part for flat in flats if not flat.divided and (part := flat.home.counted()) is not None}
     if fabric.model.world == 1 or fabric.backend == "fake" or not parts:
         return
-    norms = fabric.gather_along_model(torch.stack(compat.norms(list(parts.values()), torch.float64)))
+    norms = fabric.model.gather_small(torch.stack(compat.norms(list(parts.values()), torch.float64)))
     apart = norms.amax(0) - norms.amin(0) > REPLICAS_APART * norms.amax(0)
     for flat, differs in zip(parts, apart.tolist(), strict=True):
         if differs:

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from ..comm import parallel
 from ..comm.fabric import Fabric
 from ..config.layout import Piece
+from ..config.optimizers import SCALARS
 from ..states.flat import Flat
 from ..states.updates import FlatStates, Updates
-from .device_updates import SCALARS
 
 MASTER = "master"
 """Name, in a state dict, of the fp32 value behind a 16-bit parameter."""

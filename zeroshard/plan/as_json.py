@@ -1,4 +1,4 @@
-"""The plan for programs: what ``zeroshard plan --json`` prints."""
+"""The plan as JSON, for programs: what ``zeroshard plan --json`` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .shape import Transformer
 
 
 def largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware) -> dict[str, Any]:
-    """The largest model of each stage and offload."""
+    """The answer to ``--max-model``: the largest model for each stage and offload."""
     answer = [
         {
             "stage": row.setup.stage,
@@ -30,7 +30,7 @@ def largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware)
 
 
 def rows(planned: Sequence[Row], best: Row | None, hardware: Hardware, subject: Subject) -> dict[str, Any]:
-    """Every stage and offload, and the one to take."""
+    """The plan of a model: a row for every stage and offload, and the recommended row."""
     return {
         "model": {"name": subject.name, "parameters": planned[0].model.parameters},
         "hardware": _hardware(hardware),

@@ -1,70 +1,73 @@
-"""When the checkpoints of a step leave and come back: divided among model-parallel ranks (P_a), on the host (P_a+cpu).
+"""When the checkpoints of a step leave the device and come back (P_a: divided among ranks; P_a+cpu: on the host).
 
-As ``activations/kept.py`` does it, everything on one stream, in the order in which it was asked for: a block's input
-starts down when its forward begins, and forward goes no further than ``ON_THEIR_WAY`` blocks beyond one that has not
-left; when a block is recomputed, its own input and those of ``prefetch`` blocks before it are on their way up, each
-this rank's part from the host, and then all parts from the ranks that share the model.
+This follows the ``recompute`` room. All copies and gathers of checkpoints run on one stream, in the order of the calls.
+The input of a block starts to the host when the forward of the block begins. Forward stops when the copy of a block
+that lies ``ON_THEIR_WAY`` blocks back is not finished. When the recomputation of a block begins, the inputs of this
+block and of ``prefetch`` blocks before it are on their way back: first this rank's part comes from the host, and then
+the ranks that share the model gather all parts.
 """
 
 from __future__ import annotations
 
 from ..config.bounds import ON_THEIR_WAY
+from .collective_time import CollectiveRing
 from .machine_profile import Machine
-from .ring import Ring
 from .shape import Setup, Transformer, Work
-from .timeline import Lane, Timeline
+from .timeline import Resource, Timeline
 
 
 class CheckpointTime:
-    """The checkpoints of one micro-batch after another. Blocks count from 0."""
+    """The checkpoints of one micro-batch after the other. Blocks count from 0."""
 
     def __init__(
-        self, model: Transformer | Work, setup: Setup, machine: Machine, ring: Ring, timeline: Timeline
+        self, model: Transformer | Work, setup: Setup, machine: Machine, ring: CollectiveRing, timeline: Timeline
     ) -> None:
-        kept = setup.activations
-        assert kept is not None
-        self._timeline, self._lane = timeline, ring.lane
+        options = setup.activations
+        assert options is not None
+        self._timeline, self._links = timeline, ring.resource
         if isinstance(model, Transformer):
             size: float = setup.batch * setup.sequence * model.hidden * setup.width
         else:
             size = model.checkpoint
-        part = size / setup.model_parallel if kept.partition else size
-        self._down = part / machine.pcie.down if kept.offload else 0.0
-        self._up = part / machine.pcie.up if kept.offload else 0.0
-        self._gather = ring.seconds(size) if kept.partition else 0.0
-        self._prefetch = kept.prefetch
+        part = size / setup.model_parallel if options.partition else size
+        self._down = part / machine.pcie.down if options.offload else 0.0
+        self._up = part / machine.pcie.up if options.offload else 0.0
+        self._gather = ring.seconds(size) if options.partition else 0.0
+        self._prefetch = options.prefetch
         self._stream = 0.0
-        """When all is done that its stream was given."""
+        """The time when the stream has finished all its work."""
         self._left: list[float] = []
+        """For each block of this forward: the time when its checkpoint has left the device."""
         self._there: dict[int, float] = {}
+        """By block: the time when its checkpoint is back on the device."""
 
-    def keep(self) -> float:
-        """As the forward of the next block begins: returns when it may."""
+    def send(self) -> float:
+        """Sends the checkpoint of the next block. Returns the time when the forward of that block may begin."""
         if not self._down:
             return 0.0
-        self._left.append(self._run(Lane.DOWN, self._down, self._timeline.free(Lane.DEVICE)))
+        self._left.append(self._run(Resource.PCIE_DOWN, self._down, self._timeline.free(Resource.DEVICE)))
         return self._left[-1 - ON_THEIR_WAY] if len(self._left) > ON_THEIR_WAY else 0.0
 
-    def take(self, block: int) -> float:
-        """As the recomputation of a block begins: returns when it may."""
-        now = max(self._timeline.free(Lane.DEVICE), *self._left, 0.0)
+    def bring_back(self, block: int) -> float:
+        """Brings the checkpoint of a block back. Returns the time when the recomputation of the block may begin."""
+        now = max(self._timeline.free(Resource.DEVICE), *self._left, 0.0)
         self._left.clear()
         for wanted in range(block, max(-1, block - 1 - self._prefetch), -1):
             if wanted not in self._there:
-                here = self._run(Lane.UP, self._up, now)
-                self._there[wanted] = self._run(self._lane, self._gather, here)
+                here = self._run(Resource.PCIE_UP, self._up, now)
+                self._there[wanted] = self._run(self._links, self._gather, here)
         return self._there.pop(block)
 
-    def _run(self, lane: Lane, seconds: float, after: float) -> float:
+    def _run(self, resource: Resource, seconds: float, after: float) -> float:
         if seconds:
-            self._stream = self._timeline.run(lane, seconds, after, self._stream)
+            self._stream = self._timeline.run(resource, seconds, after, self._stream)
         return max(after, self._stream)
 
 
 def checkpoint_time(
-    model: Transformer | Work, setup: Setup, machine: Machine, ring: Ring, timeline: Timeline
+    model: Transformer | Work, setup: Setup, machine: Machine, ring: CollectiveRing, timeline: Timeline
 ) -> CheckpointTime | None:
-    """None where checkpoints stay where they are."""
-    kept = setup.activations
-    moves = setup.checkpointing and kept is not None and (kept.partition or kept.offload)
+    """None if checkpoints stay on the device that made them."""
+    options = setup.activations
+    moves = setup.checkpointing and options is not None and (options.partition or options.offload)
     return CheckpointTime(model, setup, machine, ring, timeline) if moves else None

@@ -1,4 +1,4 @@
-"""Every stage and offload of a job on given hardware, which of them fit, and which to take."""
+"""All stages and offloads of a job on given hardware: which of them fit, and which one to take."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from ..config.options import STAGE_3_ONLY, Activations
 from .budget import WORKSPACE, Budget, budget
 from .hardware import Hardware
 from .models import Subject
+from .module_trace import Model, ModuleTrace
+from .scale import tokens_a_step
 from .shape import Setup, Transformer, Work
 from .time import StepTime, step_time
-from .traced import Model, Traced
 from .volume import Volume, volume
 
 LARGEST_BATCH = 1 << 20
 LARGEST_HIDDEN = 1 << 18
 HEAD = 128
-"""Width of a head, and so the step of hidden sizes, of models that are made up."""
+"""Width of a head in the models that ``--max-model`` makes up. Hidden sizes are multiples of it."""
 VOCABULARY = 50257
 AS_FAST = 0.95
-"""Of two that differ by less in tokens a second, which is less than can be foreseen, the one that changes less is
-taken."""
+"""A row with at least this share of the best speed counts as equally fast, because predictions are not more exact. Of
+equally fast rows the one that changes least is taken."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to offload."""
+    """One way to offload."""
 
     name: str
     offload: Offload | None
 
 
 def variants(stage: int, setup: Setup, hardware: Hardware) -> Iterator[Variant]:
-    """Those that are worth a row: nothing, all states, all states in fewer bytes; in stage 3 the parameters too."""
+    """The offloads that get a row: none, all states, all states in fewer bytes, and in stage 3 the parameters too."""
     yield Variant("none", None)
     if hardware.on_cpu:
         return
     bf16 = torch.bfloat16
     yield Variant("cpu", Offload())
     yield Variant("cpu, 16-bit states", Offload(moments=bf16))
-    half = setup.precision == "bf16"  # only the upper half of an fp32 number is a bf16 one
-    early = setup.precision != "fp16" and setup.micro_batches == 1  # else all gradients must be there first
+    half = setup.precision == "bf16"  # the upper half of an fp32 number is a bf16 number, not an fp16 number
+    early = setup.precision != "fp16" and setup.micro_batches == 1  # otherwise the update needs all gradients first
     small = Offload(moments=bf16, split_master=half, read_back=half, update_in_backward=early)
     if small != Offload(moments=bf16):
         yield Variant("cpu, small", small)
@@ -56,14 +57,14 @@ def variants(stage: int, setup: Setup, hardware: Hardware) -> Iterator[Variant]:
 
 @dataclass(frozen=True)
 class Row:
-    """One stage and offload, planned."""
+    """The plan of one stage and offload."""
 
     variant: Variant
     model: Model
     setup: Setup
     hardware: Hardware
     shape: Transformer | None = None
-    """What times are foreseen of, where the model was traced and is known to be this."""
+    """The transformer that times are predicted for, if ``model`` is a trace of a known transformer."""
 
     @cached_property
     def budget(self) -> Budget:
@@ -75,41 +76,39 @@ class Row:
 
     @cached_property
     def time(self) -> StepTime | None:
-        """None where no profile is, and for a module whose arithmetic is not known."""
+        """None without a machine profile, and for a module whose FLOPs are not known."""
         if self.hardware.machine is None or self.work is None:
             return None
         return step_time(self.work, self.setup, self.hardware.machine)
 
     @property
     def work(self) -> Transformer | Work | None:
-        """What times are foreseen of."""
+        """The model that times are predicted for."""
         return self.model if isinstance(self.model, Transformer) else self.shape or self.model.work
 
     @property
     def room(self) -> float:
-        """Bytes of the device that are left; below 0 it does not fit."""
-        on_host = self.budget.host.total if self.hardware.on_cpu else 0  # in the same memory
+        """Bytes of the device that stay free; negative if the row does not fit."""
+        on_host = self.budget.host.total if self.hardware.on_cpu else 0  # it is the same memory
         return self.hardware.usable_device_memory - self.budget.peak.total - on_host
 
     @property
     def host_room(self) -> float:
-        """Bytes of the rank's part of host memory that are left."""
+        """Bytes that stay free in this rank's part of host memory."""
         return self.hardware.host_memory_per_rank - self.budget.host.total
 
     @property
     def fits(self) -> bool:
-        return self.room >= 0 and self.host_room >= 0  # checkpoints may be on the host without any offload
+        return self.room >= 0 and self.host_room >= 0  # without offload too: checkpoints may be on the host
 
     @property
     def tokens_a_second(self) -> float | None:
-        """Of all ranks."""
-        if self.time is None:
-            return None
-        return self.setup.world * self.setup.micro_batches * self.setup.batch * self.setup.sequence / self.time.total
+        """The sum over all ranks."""
+        return None if self.time is None else tokens_a_step(self.setup) / self.time.total
 
 
 def plan(subject: Subject, setup: Setup, hardware: Hardware, batch: int | Literal["max"]) -> list[Row]:
-    """A row for every stage and offload. ``setup`` says all the rest."""
+    """A row for every stage and offload; everything else is as in ``setup``."""
     found = []
     for stage in range(4):
         for variant in variants(stage, setup, hardware):
@@ -122,23 +121,23 @@ def plan(subject: Subject, setup: Setup, hardware: Hardware, batch: int | Litera
 
 def _row(variant: Variant, subject: Subject, setup: Setup, hardware: Hardware) -> Row:
     model = subject.model(setup)
-    if isinstance(model, Traced):  # which shows whether blocks are recomputed
+    if isinstance(model, ModuleTrace):  # a trace shows whether blocks are recomputed
         setup = replace(setup, checkpointing=model.recomputes)
     return Row(variant, model, setup, hardware)
 
 
 def largest_batch(subject: Subject, setup: Setup, hardware: Hardware) -> int:
-    """Sequences a rank and micro-batch that fit; 1 if not even one does."""
+    """The largest number of sequences that fits, for a rank and micro-batch; 1 if not even one fits."""
 
     def fits(batch: int) -> bool:
         asked = replace(setup, batch=batch)
         return _row(Variant("", setup.offload), subject, asked, hardware).fits
 
-    return max(1, _largest(fits, LARGEST_BATCH))
+    return max(1, largest_number(fits, LARGEST_BATCH))
 
 
 def recommend(rows: Sequence[Row]) -> Row | None:
-    """The fastest that fits; where no times are known, the one that changes least. None if nothing fits."""
+    """The fastest row that fits. Without times: the row that changes least. None if nothing fits."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return None
@@ -151,18 +150,18 @@ def recommend(rows: Sequence[Row]) -> Row | None:
 
 
 def gpt(heads: int, layers: int, vocabulary: int, setup: Setup) -> Transformer:
-    """A GPT of some size."""
+    """A made-up GPT with so many heads and layers."""
     hidden = heads * head_width(setup.model_parallel)
     return Transformer(layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, positions=setup.sequence)
 
 
 def head_width(model_parallel: int) -> int:
-    """Of models that are made up. Where many ranks share the heads, more and smaller ones leave a choice of sizes."""
+    """The width of a head in made-up models. If many ranks share the heads, smaller heads give more sizes to choose."""
     return HEAD if model_parallel <= 16 else HEAD // 2
 
 
 def usual_layers(hidden: int) -> int:
-    """How deep GPTs of a width are: 48 at 1600 (GPT-2), about a hundred at 8192 (ZeRO's 100B), 130 at 25600 (1T).
+    """The usual depth of a GPT of this width: 48 at 1600 (GPT-2), about 100 at 8192 (ZeRO's 100B), 130 at 25600 (1T).
 
     >>> [usual_layers(hidden) for hidden in (1600, 8192, 25600)]
     [46, 104, 132]
@@ -173,7 +172,7 @@ def usual_layers(hidden: int) -> int:
 def largest_models(
     setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY
 ) -> list[tuple[Row, Transformer | None]]:
-    """For every stage and offload the largest GPT that fits, and None where not even the smallest does."""
+    """For every stage and offload the largest GPT that fits; None if not even the smallest GPT fits."""
     found = []
     for stage in range(4):
         for variant in variants(stage, setup, hardware):
@@ -185,28 +184,28 @@ def largest_models(
 
 
 def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY) -> Transformer | None:
-    """The largest GPT of a usual shape that fits: the widest one, then as deep as goes before the next width.
+    """The largest GPT of a usual shape that fits: first the largest width, then the largest depth at that width.
 
-    Its heads go evenly to the ranks that share it.
+    The number of heads is a multiple of the ranks that share the model.
     """
     ranks = setup.model_parallel
-    step = ranks * head_width(ranks)  # of the hidden size, from width to width
+    step = ranks * head_width(ranks)  # from one hidden size to the next
 
     def fits(steps: int, layers: int) -> bool:
         return Row(Variant("", setup.offload), gpt(steps * ranks, layers, vocabulary, setup), setup, hardware).fits
 
-    widest = _largest(lambda steps: fits(steps, usual_layers(steps * step)), LARGEST_HIDDEN // step)
+    widest = largest_number(lambda steps: fits(steps, usual_layers(steps * step)), LARGEST_HIDDEN // step)
     if not widest:
         return None
     usual = usual_layers(widest * step)
-    more = _largest(lambda extra: fits(widest, usual + extra), 2 * usual)
+    more = largest_number(lambda extra: fits(widest, usual + extra), 2 * usual)
     return gpt(widest * ranks, usual + more, vocabulary, setup)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number, up to ``most``, for which something holds that holds for all smaller ones; 0 if for none.
+def largest_number(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` that fits, if all smaller numbers fit too; 0 if none fits.
 
-    >>> _largest(lambda number: number < 78, 1000)
+    >>> largest_number(lambda number: number < 78, 1000)
     77
     """
     low, high = 0, 1
@@ -223,7 +222,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def shard_call(setup: Setup) -> str:
-    """The call that asks for a setup.
+    """The call of ``shard()`` for a setup.
 
     >>> shard_call(Setup(stage=2, offload=Offload(moments=torch.bfloat16)))
     'zeroshard.shard(model, optimizer, stage=2, precision="bf16", offload=zeroshard.Offload(moments=torch.bfloat16))'
@@ -234,7 +233,7 @@ def shard_call(setup: Setup) -> str:
 
 
 def shard_options(setup: Setup) -> list[str]:
-    """Stage and offload as ``shard()`` takes them.
+    """Stage, offload and activations as arguments of ``shard()``.
 
     >>> shard_options(Setup(stage=3, offload=Offload()))
     ['stage=3', 'offload="cpu"']
@@ -244,19 +243,19 @@ def shard_options(setup: Setup) -> list[str]:
         given = ", ".join(f"{name}={_written(value)}" for name, value in _changed(setup.offload))
         found.append(f"offload=zeroshard.Offload({given})" if given else 'offload="cpu"')
     if setup.activations is not None:
-        kept = setup.activations
-        names = [f"{name}=True" for name in ("partition", "offload") if getattr(kept, name)]
-        names += [f"prefetch={kept.prefetch}"] if kept.prefetch != 1 else []
+        activations = setup.activations
+        names = [f"{name}=True" for name in ("partition", "offload") if getattr(activations, name)]
+        names += [f"prefetch={activations.prefetch}"] if activations.prefetch != 1 else []
         found.append(f"activations=zeroshard.Activations({', '.join(names)})")
     return found
 
 
 def torchrun_command(setup: Setup, hardware: Hardware, subject: Subject) -> str:
-    """The command that starts it, on every node: a preset is trained with ours, anything else with yours."""
+    """The command that starts the job on every node: ``zeroshard train`` for a preset, else the user's ``train.py``."""
     nodes = ""
     if hardware.nodes > 1:
         nodes = f"--nnodes {hardware.nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
-    ours = subject.preset is not None and setup.micro_batches == 1  # ours takes one micro-batch a step
+    ours = subject.preset is not None and setup.micro_batches == 1  # `zeroshard train` has one micro-batch a step
     program = " ".join(["-m zeroshard train", *_train_options(setup, subject)]) if ours else "train.py"
     if ours and hardware.on_cpu:
         program += " --set train.device=cpu"
@@ -265,19 +264,19 @@ def torchrun_command(setup: Setup, hardware: Hardware, subject: Subject) -> str:
 
 
 def _train_options(setup: Setup, subject: Subject) -> Iterator[str]:
-    """What makes of a preset the job that was planned."""
+    """The options that turn a preset into the planned job."""
     yield f"{subject.preset} --stage {setup.stage} --precision {setup.precision}"
     yield f"--set train.batch={setup.batch} --tensor-parallel {setup.model_parallel}"
     if setup.sequence != subject.sequence:
         yield f"--set model.sequence={setup.sequence}"
     if setup.checkpointing != subject.checkpointing:
         yield f"--set model.checkpointing={str(setup.checkpointing).lower()}"
-    usual, kept = subject.activations or Activations(), setup.activations
-    if kept is None and subject.activations is not None:
+    usual, planned = subject.activations or Activations(), setup.activations
+    if planned is None and subject.activations is not None:
         yield "--set shard.activations=none"
-    for name in ("partition", "offload") if kept is not None else ():
-        if getattr(kept, name) != getattr(usual, name):
-            yield f"--set shard.activations.{name}={str(getattr(kept, name)).lower()}"
+    for name in ("partition", "offload") if planned is not None else ():
+        if getattr(planned, name) != getattr(usual, name):
+            yield f"--set shard.activations.{name}={str(getattr(planned, name)).lower()}"
     for name in STAGE_3_ONLY if setup.stage < 3 else ():
         if name in subject.shard:
             yield f"--set shard.{name}=none"
@@ -292,6 +291,7 @@ def _train_options(setup: Setup, subject: Subject) -> Iterator[str]:
 
 
 def _changed(offload: Offload) -> Iterator[tuple[str, object]]:
+    """The options that differ from their defaults."""
     for entry in fields(offload):
         if getattr(offload, entry.name) != entry.default:
             yield entry.name, getattr(offload, entry.name)

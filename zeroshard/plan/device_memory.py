@@ -1,4 +1,4 @@
-"""Memory of a device by kind, and the parts of a step in which it differs."""
+"""Memory of a device by kind, and the phases of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """Parts of a step."""
+    """A part of a step with its own use of memory."""
 
     FORWARD = "forward"
     LOSS = "loss"
@@ -21,23 +21,23 @@ class DeviceMemory:
     """Bytes on the device, by kind."""
 
     parameters: int = 0
-    """At rest."""
+    """Parameters at rest."""
     gradients: int = 0
-    """In the parameters' precision: at rest, under way to other ranks or to the host."""
+    """Gradients in the parameters' precision: at rest, or on the way to other ranks or to the host."""
     accumulators: int = 0
-    """Gradients of several micro-batches, in fp32."""
+    """Sums of the gradients of several micro-batches, in fp32."""
     optimizer_states: int = 0
     """Masters and moments."""
     buffers: int = 0
-    """Of the model."""
+    """Buffers of the model."""
     activations: int = 0
     gathered: int = 0
-    """Whole parameters of units in use, where parameters rest as shards."""
+    """Whole parameters of units in use, if parameters are shards at rest."""
     temporary: int = 0
-    """The update's batch, gradients being collected, workspaces."""
+    """Temporaries of the update and of collecting gradients, and workspaces."""
 
     def with_more(self, more: Mapping[str, int]) -> DeviceMemory:
-        """And so many bytes beside it, by kind."""
+        """This memory and some more bytes, by kind."""
         return DeviceMemory(**{kind: getattr(self, kind) + more.get(kind, 0) for kind in KINDS})
 
     @property
@@ -46,8 +46,13 @@ class DeviceMemory:
 
     @property
     def model_states(self) -> int:
-        """What the papers' formulas count."""
+        """The kinds that the papers' formulas count."""
         return self.parameters + self.gradients + self.optimizer_states
 
 
 KINDS = tuple(entry.name for entry in fields(DeviceMemory))
+KIND_TITLES = {kind: kind for kind in KINDS} | {
+    "gathered": "gathered parameters",
+    "optimizer_states": "optimizer states",
+}
+"""The kinds as messages and tables write them."""

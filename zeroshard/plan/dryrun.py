@@ -1,7 +1,7 @@
-"""One rank of N, run for real: true shapes, true schedule, true allocations, and nobody to talk to.
+"""Runs one rank of N alone: true shapes, true schedule, true allocations, and no other ranks.
 
-With a GPU its memory is real, and torch's allocator is what measures it. Without one, tensors have shapes and no
-values, and what is measured is the storages that are alive: the same runtime either way, not a model of it.
+With a GPU the memory is real, and torch's allocator measures it. Without a GPU, tensors have shapes and no values, and
+the storages that are alive are counted. Both ways run the real runtime.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..api import shard, stats
 from ..comm.traffic import Traffic
 from ..config.offload import Offload
-from ..config.options import AUTO
+from ..config.options import AUTO, Config
 from ..observe.ledger import Memory
 from ..offload.place import room_for_states
 from ..runtime import Runtime, runtime_of
@@ -28,42 +28,43 @@ from ..states.flat import Flat
 from ..system import compat
 
 STEPS = 3
-"""The first two steps learn the order of units and make the optimizer's states; one more looks at the peak by kind."""
+"""Steps before the peak is read. The first two learn the order of units and make the optimizer's states. One more step,
+after these, reads the peak by kind."""
 DELAYED_AFTER = 1
-"""Steps after which an update that is to be delayed is, at most: it is under way when the last one is looked at."""
+"""The largest ``delayed_update_after`` of a dry run, so that the delay has begun when memory is read."""
 AT_PEAK = 0.999
-"""Memory is looked at by kind when this much of the peak is alive."""
+"""Memory is read by kind as soon as this share of the peak is alive."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank held and would have sent."""
+    """The memory that one rank used, and what the rank would have sent."""
 
     parameters: int
     """Ψ."""
     at_step: Memory
     """Model states between backward and update, as the papers count them."""
     host: Memory | None
-    """With offload: model states in host memory."""
+    """Model states in host memory, with offload."""
     host_traffic: Mapping[str, int]
-    """With offload: bytes of model states that crossed between host and device in a step."""
+    """Bytes of model states that crossed between host and device in a step, with offload."""
     checkpoint_traffic: Mapping[str, int]
-    """With ``Activations(offload=True)``: bytes of checkpoints that did."""
+    """Bytes of checkpoints that crossed between host and device in a step, with ``Activations(offload=True)``."""
     peak: int
-    """Bytes alive at once at most in the last step, activations included."""
+    """The maximum of bytes alive in the last step, activations included."""
     at_peak: Memory
-    """What of that was known by kind; the rest is activations and what an operation needs beside them."""
+    """The bytes of the peak whose kind is known. The rest is activations and temporaries of operations."""
     at_rest: int
-    """Bytes alive when it ended."""
+    """Bytes alive after the last step."""
     volume: Mapping[str, Traffic]
     volume_model: Mapping[str, Traffic]
-    """Between model-parallel ranks: what divided checkpoints (P_a) would have cost."""
+    """Between model-parallel ranks: what gathering divided checkpoints (P_a) would have sent."""
     kept: int
-    """Elements that stage 3 held from forward to backward."""
+    """Ψ_kept: elements of the units that stayed gathered from forward to backward (stage 3)."""
     real: bool
-    """Whether the memory was a device's."""
+    """True if the memory was a real device's."""
     offload: Offload | None = None
-    """What it ran with: as asked, but for ``DELAYED_AFTER``, and with the ``device_memory`` that "auto" found."""
+    """The offload of this run: as asked, with ``DELAYED_AFTER`` and the ``device_memory`` that "auto" found."""
 
     @property
     def volume_elements(self) -> int:
@@ -88,9 +89,9 @@ def dry_run(
 ) -> DryRun:
     """Runs rank ``rank`` of ``world`` for a few steps.
 
-    ``loss`` is one forward pass, inputs included. ``real`` is whether to use the GPU; by default if there is one. With
-    ``tensor_parallel`` so many neighbours of the world share a replica: ``parallelise`` divides the model over a mesh
-    of them.
+    ``loss`` makes the inputs and runs one forward pass. ``real`` says whether to use the GPU; the default is to use a
+    GPU if there is one. ``tensor_parallel`` is the number of neighbouring ranks that share a replica; ``parallelise``
+    divides the model over a mesh of these ranks.
     """
     real = torch.cuda.is_available() if real is None else real
     if not 0 <= rank < world:
@@ -99,7 +100,7 @@ def dry_run(
         raise ValueError(f"tensor parallelism of {tensor_parallel} does not divide a world of {world}")
     if options.get("offload") == AUTO:
         raise ValueError('offload="auto" is chosen where a job starts; name one to run it dry')
-    offload = _as_run(Offload.parse(options.get("offload")), world, real)
+    offload = _as_run(Config.parse(options).offload, world, real)
     options["offload"] = offload
     with compat.one_rank_of(world, rank):
         if parallelise is not None and tensor_parallel > 1:
@@ -114,7 +115,7 @@ def dry_run(
 
 
 def _as_run(offload: Offload | None, world: int, real: bool) -> Offload | None:
-    """An offload that is in a few steps as it is in the long run, and that the plan can be asked about."""
+    """The offload to run with: after a few steps it behaves as after many, and the plan can compute its memory."""
     if offload is None:
         return None
     if offload.delayed_update_after is not None:
@@ -139,7 +140,7 @@ def _on_device(
     loss: Callable[[nn.Module], Tensor],
     options: Mapping[str, Any],
 ) -> DryRun:
-    gc.collect()  # an earlier model, which refers to itself, would count, or go in the midst of it
+    gc.collect()  # an earlier model refers to itself; its memory would count, or be freed during the run
     before = torch.cuda.memory_allocated()
     with torch.device("meta"):
         model = build()
@@ -149,7 +150,7 @@ def _on_device(
         _train(model, stepper, loss)
         torch.cuda.synchronize()
     peak, rest = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-    with _AtPeak(runtime_of(model), lambda: torch.cuda.memory_allocated() - before, peak) as seen:
+    with _PeakWatch(runtime_of(model), lambda: torch.cuda.memory_allocated() - before, peak) as seen:
         _train(model, stepper, loss)
     return _report(model, peak, rest, seen.memory, real=True)
 
@@ -173,10 +174,10 @@ def _without_values(
         for _ in range(STEPS):
             live.peak = 0
             _train(model, stepper, loss)
-            if checkpoints is not None and checkpoints.stores.host is not None:
-                live.ignore([block.memory for block in checkpoints.stores.host.blocks])
+            if checkpoints is not None and checkpoints.store.host is not None:
+                live.ignore([slot.memory for slot in checkpoints.store.host.slots])
         peak, rest = live.peak, live.now()
-        with _AtPeak(runtime, live.now, peak) as seen:
+        with _PeakWatch(runtime, live.now, peak) as seen:
             _train(model, stepper, loss)
         return _report(model, peak, rest, seen.memory, real=False)
 
@@ -184,7 +185,7 @@ def _without_values(
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor]) -> None:
     loss(model).backward()
     host = runtime_of(model).host
-    if host is not None:  # or what is on its way to the host would count for the device
+    if host is not None:  # otherwise gradients on their way to the host would count for the device
         host.wait()
     optimizer.step()
     optimizer.zero_grad()
@@ -209,8 +210,8 @@ def _report(model: nn.Module, peak: int, at_rest: int, at_peak: Memory, *, real:
     )
 
 
-class _AtPeak(compat.OperationWatch):
-    """Looks at memory by kind the first time that it is as much as it ever was."""
+class _PeakWatch(compat.OperationWatch):
+    """Reads the memory by kind when it first comes close to a known peak."""
 
     def __init__(self, runtime: Runtime, now: Callable[[], int], peak: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -223,7 +224,7 @@ class _AtPeak(compat.OperationWatch):
 
 
 class _LiveStorages(compat.OperationWatch):
-    """Bytes of the storages that operations have made and that are still alive."""
+    """Counts the bytes of all storages that operations made and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -237,9 +238,9 @@ class _LiveStorages(compat.OperationWatch):
         self.peak = 0
 
     def watch(self, flats: list[Flat], gathers: Callable[[], object]) -> None:
-        """Flats whose storage is emptied and filled again, which no operation shows.
+        """Watches flats whose storage is emptied and filled again, because no operation shows that.
 
-        There may be thousands: all of them are looked at only when ``gathers`` has changed, so that one may be filled.
+        There may be thousands of flats. All are looked at only if ``gathers()`` has changed; else none was filled.
         """
         self._flats = {compat.storage_key(flat.whole): flat for flat in flats}
         self._gathers = gathers
@@ -247,7 +248,7 @@ class _LiveStorages(compat.OperationWatch):
             self._forget(key)
 
     def ignore(self, tensors: list[Tensor]) -> None:
-        """Memory of the host, which is another's."""
+        """Leaves out tensors in host memory."""
         for tensor in tensors:
             self._ignored.add(compat.storage_key(tensor))
             self._forget(compat.storage_key(tensor))

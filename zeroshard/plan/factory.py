@@ -1,4 +1,4 @@
-"""A module of the user's to plan for: built on the meta device by a function of theirs, and traced."""
+"""Plans for a module of the user: a function of the user builds the module on the meta device, and it is traced."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from ..config.checks import nearest
-from ..config.options import Activations as Recomputed
+from ..config.options import Activations
 from .known_values import KnownValues
+from .module_trace import ModuleTrace
 from .shape import ModelError, Setup
-from .trace import samples_of, tokens_of, trace
-from .traced import Traced
+from .tracer import samples_of, tokens_of, trace
 
 
 class Factory:
-    """``module:function``, where the function returns an ``nn.Module``, or one and its inputs.
+    """``module:function``. The function returns an ``nn.Module``, or a pair of an ``nn.Module`` and its inputs.
 
-    Inputs are a tuple or a dict of tensors on the meta device. A function that has parameters called ``batch`` and
-    ``sequence`` is given them. Without inputs, token ids are tried.
+    Inputs are a tuple or a dict of tensors on the meta device. If the function has parameters called ``batch`` and
+    ``sequence``, their values are passed. If it returns no inputs, the module is called with token ids.
     """
 
     def __init__(self, source: str) -> None:
@@ -40,7 +40,7 @@ class Factory:
         try:
             found: Any = importlib.import_module(module)
         except (Exception, SystemExit) as error:
-            raise ModelError(f"--model {source}: {module} cannot be imported: {_told(error)}") from None
+            raise ModelError(f"--model {source}: {module} cannot be imported: {error_text(error)}") from None
         for part in name.split("."):
             if not hasattr(found, part):
                 functions = [known for known, value in vars(found).items() if callable(value)]
@@ -50,14 +50,14 @@ class Factory:
             raise ModelError(f"--model {source}: {name} is no function, but {type(found).__name__}")
         self.function: Callable[..., Any] = found
         self._takes: set[str] = set()
-        with suppress(TypeError, ValueError):  # a function in C may not tell
+        with suppress(TypeError, ValueError):  # a function in C may have no signature
             self._takes = {"batch", "sequence"} & set(inspect.signature(found).parameters)
         self._inputs: Any = None
 
-    @lru_cache(maxsize=64)  # noqa: B019 - one lives as long as the command
-    def traced(
-        self, precision: str, batch: int, sequence: int, max_unit_bytes: int, recomputed: Recomputed | None = None
-    ) -> Traced:
+    @lru_cache(maxsize=64)  # noqa: B019 - a factory lives as long as the command
+    def trace(
+        self, precision: str, batch: int, sequence: int, max_unit_bytes: int, activations: Activations | None = None
+    ) -> ModuleTrace:
         """Builds the module on the meta device and traces a forward and backward."""
         model, inputs, values = self._build(batch, sequence)
         self._inputs = inputs
@@ -71,15 +71,16 @@ class Factory:
                 max_unit_bytes,
                 name=self.source,
                 values=values,
-                recomputed=recomputed,
+                activations=activations,
             )
         except (Exception, SystemExit) as error:
             remedy = "return inputs that it takes, and "
             if inputs is None:
                 remedy = f"return (module, inputs) if it does not take token ids, give --seq if not {sequence}, and "
             raise ModelError(
-                f"--model {self.source}: tracing {type(model).__name__} on the meta device failed: {_told(error)}; "
-                f"{remedy}keep values that follow from parameters or random numbers out of its control flow"
+                f"--model {self.source}: tracing {type(model).__name__} on the meta device failed: "
+                f"{error_text(error)}; {remedy}keep values that follow from parameters or random numbers out of its "
+                "control flow"
             ) from None
         return replace(traced, tokens_known=traced.tokens_known or "sequence" in self._takes)
 
@@ -89,7 +90,9 @@ class Factory:
             with torch.device("meta"), KnownValues() as values:
                 made = self.function(**given)
         except (Exception, SystemExit) as error:
-            raise ModelError(f"--model {self.source}: building it on the meta device failed: {_told(error)}") from None
+            raise ModelError(
+                f"--model {self.source}: building it on the meta device failed: {error_text(error)}"
+            ) from None
         model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise ModelError(
@@ -100,7 +103,7 @@ class Factory:
         return model, inputs, values
 
     def check_undivided(self, degree: int, partition: bool) -> None:
-        """Refuses what divides a model that is described."""
+        """Refuses options that divide a model: they need a description of the model, and a traced module has none."""
         if degree > 1 or partition:
             option = f"--model-parallel {degree}" if degree > 1 else "--partition"
             raise ModelError(
@@ -109,14 +112,14 @@ class Factory:
             )
 
     def settle(self, setup: Setup, given: Collection[str]) -> Setup:
-        """The setup as the module has it: its inputs, where the function has its own, and what is recomputed.
+        """The setup with the module's own batch, sequence and recomputation.
 
-        ``given`` are options of the command line; those that the module cannot follow are refused.
+        ``given`` are the options on the command line. Options that cannot take effect with this module are refused.
         """
         where = f"--model {self.source}"
         if setup.checkpointing and setup.activations is None:
-            setup = replace(setup, activations=Recomputed())
-        traced = self.traced(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations)
+            setup = replace(setup, activations=Activations())
+        traced = self.trace(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations)
         if setup.checkpointing and len(traced.units) == 1:
             option = "activation-offload" if "activation-offload" in given else "checkpointing"
             raise ModelError(
@@ -144,6 +147,7 @@ class Factory:
         )
 
 
-def _told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -1,7 +1,7 @@
-"""What ``shard()`` asks the plan: does this fit, and which stage and offload to take here.
+"""Answers for ``shard()``: does this setting fit, and which stage and offload are best here.
 
-Model states, gathered units and the update's buffers are known from the module. Activations and times are known only
-where an example of what forward takes is given; what was not counted is said.
+The module alone shows model states, gathered units and the buffers of the update. Activations and times are known only
+if the user gives an example input. Every message says what was not counted.
 """
 
 from __future__ import annotations
@@ -22,44 +22,43 @@ from ..offload.library import choose as choose_kernel
 from ..system import machine as facts
 from ..system.sizes import size_text
 from .choice import Row, Variant, recommend, shard_options, variants
-from .device_memory import KINDS, DeviceMemory
+from .device_memory import KIND_TITLES, DeviceMemory
 from .hardware import Hardware, profile_of
-from .memory import STATES_SHARE
-from .module import has_kernel, known, setup_of
-from .trace import tokens_of
+from .model_states import STATES_SHARE
+from .module import examine, has_kernel, setup_of
+from .tracer import tokens_of
 
 SUGGESTED = 3
-"""Settings that are named, at most, where what was asked for does not fit."""
-WORDS = {"optimizer_states": "optimizer states", "gathered": "gathered parameters"}
+"""The largest number of settings that a message suggests."""
 
 
 class Room(NamedTuple):
-    """Memory that the rank with the least may use, in bytes."""
+    """Memory that a rank may use, in bytes."""
 
     device: int
     host: int
     local_ranks: int = 1
-    """Ranks that share a host."""
+    """Ranks that share the host."""
     title: str = ""
-    """What the device calls itself."""
+    """The device's own name."""
     on_cpu: bool = False
-    """There is no device beside the host."""
+    """True if ranks compute in host memory."""
 
 
 def room_of(model: nn.Module, device: torch.device, local_ranks: int) -> Room:
-    """What this rank has. Parameters that are on the device already will move, so their memory counts as free."""
+    """The room of this rank. Parameters that are already on the device will move, so their memory counts as free."""
     title = facts.device_title(device)
     if device.type != "cuda":
         share = facts.usable_memory() // local_ranks
         return Room(share, share, local_ranks, title, on_cpu=True)
-    held = sum(local(parameter).nbytes for parameter in model.parameters() if parameter.device == device)
+    movable = sum(local(parameter).nbytes for parameter in model.parameters() if parameter.device == device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0]
-    return Room(free + cached + held, facts.available_memory() // local_ranks, local_ranks, title)
+    return Room(free + cached + movable, facts.available_memory() // local_ranks, local_ranks, title)
 
 
 def least(rooms: Sequence[Room]) -> Room:
-    """What every rank has."""
+    """The room that every rank has: the minimum of all rooms."""
     first = rooms[0]
     device, host = min(room.device for room in rooms), min(room.host for room in rooms)
     return Room(device, host, first.local_ranks, first.title, first.on_cpu)
@@ -67,28 +66,27 @@ def least(rooms: Sequence[Room]) -> Room:
 
 @dataclass(frozen=True)
 class Advice:
-    """What ``shard()`` is to do, and to say."""
+    """The settings that ``shard()`` takes, and the messages it prints."""
 
     stage: Literal[0, 1, 2, 3]
     offload: Offload | None
     chosen: str | None = None
-    """Why, where something was to be chosen."""
+    """The reason, if "auto" was to be decided."""
     warning: str | None = None
-    """What does not fit."""
+    """What does not fit, if something does not."""
 
 
 class Foresight:
-    """The plan for one module in one place."""
+    """The plan for one module on the machine where it is about to run."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int, room: Room
     ) -> None:
         self.config, self.shards, self.room = config, shards, room
         self._setup = setup_of(model, optimizer, config, shards)
-        self._model, self._shape, self.activations = known(model, config, self._setup)
+        self._model, self._shape, self.activations = examine(model, config, self._setup)
         if self.counts_activations:
-            kept = config.activations
-            self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=kept)
+            self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=config.activations)
         if self._shape is not None:
             batch, sequence = tokens_of(config.example)
             self._setup = replace(self._setup, batch=batch, sequence=sequence)
@@ -106,19 +104,19 @@ class Foresight:
         return self.activations is None
 
     def row(self, stage: int, variant: Variant) -> Row:
-        """One stage and offload, planned."""
+        """The plan of one stage and offload."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)
         return Row(variant, self._model, setup, self.hardware, self._shape)
 
     def fits(self, row: Row) -> bool:
-        """Where activations are not counted, model states leave room for them."""
+        """True if the row fits. If activations are not counted, model states must also leave room for them."""
         share = 1.0 if self.counts_activations else STATES_SHARE
         return row.fits and row.budget.at_step.model_states <= share * self.room.device
 
     # -- what was asked for ---------------------------------------------------------------------------------------
 
     def advise(self) -> Advice:
-        """Takes what is left open, and says what does not fit."""
+        """Decides what is "auto", and warns of what does not fit."""
         config = self.config
         if config.stage != "auto" and not config.chooses_offload:
             row = self.row(config.stage, Variant(name_of(config.offload), config.offload))
@@ -132,7 +130,7 @@ class Foresight:
         return Advice(cast(Any, taken.setup.stage), taken.setup.offload, reason, warning)
 
     def _candidates(self) -> Iterator[Row]:
-        """What "auto" may stand for. Nothing that changes results or what a loop may do is among it."""
+        """The settings that "auto" may choose. None of them changes results or restricts the training loop."""
         config = self.config
         stages = range(4) if config.stage == "auto" else [config.stage]
         for stage in stages:
@@ -142,7 +140,10 @@ class Foresight:
                     yield self.row(stage, variant)
 
     def _worthwhile(self, stage: int, variant: Variant) -> bool:
-        """First divide, then offload (ZeRO-Offload, 4.2): undivided, all ranks would fill the host with the same."""
+        """True if the offload is useful in this stage: first divide, then offload (ZeRO-Offload, 4.2).
+
+        Without dividing, all ranks would store the same states on the host.
+        """
         if variant.offload is None:
             return True
         return stage >= 2 if self.shards > 1 else stage == 0 or variant.offload.parameters == "cpu"
@@ -158,7 +159,7 @@ class Foresight:
             yield Variant("cpu, parameters too", Offload(parameters="cpu"))
 
     def _allowed(self, stage: int, variant: Variant) -> bool:
-        """Whether the other options go with it."""
+        """True if the other options allow this stage and offload."""
         try:
             replace(self.config, stage=stage, offload=variant.offload)
         except ValueError:
@@ -166,36 +167,34 @@ class Foresight:
         return variant.offload is None or self._setup.master_width > 0 or self._setup.precision == "fp32"
 
     def fitting(self) -> list[Row]:
-        """Settings that would fit, those that change least first."""
+        """Settings that would fit; those that change least come first."""
         rows = []
         for stage in range(4):
             ways = variants(stage, self._setup, self.hardware) if self._offloads else [Variant("none", None)]
             rows += [self.row(stage, way) for way in ways if self._worthwhile(stage, way) and self._allowed(stage, way)]
         return sorted((row for row in rows if self.fits(row)), key=_change)
 
-    def instead(self, stage: int, offload: Offload | None, capacity: int | None, beside: int) -> str:
-        """After memory ran out in a setting: what would fit.
+    def instead(self, stage: int, offload: Offload | None, capacity: int | None, other: int) -> str:
+        """Suggests settings that fit, after memory has run out in one.
 
-        ``capacity`` is what of the device is to be had in all, ``beside`` what of it held no model states.
+        ``capacity``: bytes of the device that can be used in all. ``other``: bytes in use that were no model states.
         """
         there, now = self.row(stage, _given(offload)), copy.copy(self)
         if capacity is not None:
-            states = capacity - (0 if self.counts_activations else beside)
+            states = capacity - (0 if self.counts_activations else other)
             now.room = Room(max(0, states), self.room.host, self.room.local_ranks, self.room.title, self.room.on_cpu)
             now.hardware = replace(self.hardware, device_memory=now.room.device)
             now.activations = None
         rows = [row for row in now.fitting() if row.budget.peak.total < there.budget.peak.total]
         told = now.suggestion(rows)
         if capacity is not None and not self.counts_activations:
-            told += (
-                f" {size_text(beside)} beside model states are counted for that; it may have been on the way to more."
-            )
+            told += f" This counts {size_text(other)} that are no model states; the run may have needed more of these."
         return told
 
     # -- what is said ---------------------------------------------------------------------------------------------
 
     def refusal(self, row: Row) -> str:
-        """Why something cannot fit, by kind, and what would."""
+        """Says why a row cannot fit, with sizes by kind, and what would fit."""
         lacks, needs = [], row.budget
         if row.room < 0:
             lacks.append(
@@ -213,7 +212,7 @@ class Foresight:
         )
 
     def suggestion(self, rows: Sequence[Row]) -> str:
-        """What would fit, of rows that do."""
+        """Names the first rows that fit."""
         if not rows:
             more = "more ranks, a smaller batch or activation checkpointing"
             return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}."
@@ -221,7 +220,7 @@ class Foresight:
         return f"What would fit: {named}."
 
     def counted(self) -> str:
-        """What the numbers are about."""
+        """Says what is counted in the numbers, and what is not."""
         states = "model states, gathered units and buffers"
         if self.counts_activations:
             return f"Counted: {states}, and activations by example=."
@@ -258,13 +257,13 @@ class Foresight:
 
 
 def by_kind(memory: DeviceMemory) -> str:
-    """The kinds that there are."""
-    sizes = {kind: getattr(memory, kind) for kind in KINDS}
-    return ", ".join(f"{WORDS.get(kind, kind)} {size_text(size)}" for kind, size in sizes.items() if size)
+    """The sizes of all kinds that are not 0, as text."""
+    sizes = {title: getattr(memory, kind) for kind, title in KIND_TITLES.items()}
+    return ", ".join(f"{title} {size_text(size)}" for title, size in sizes.items() if size)
 
 
 def name_of(offload: Offload | None) -> str:
-    """Short, for a title."""
+    """A short name of an offload, for titles."""
     if offload is None:
         return "none"
     return "cpu" if offload == Offload() else "cpu, with options"

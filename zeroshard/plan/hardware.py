@@ -1,4 +1,4 @@
-"""The hardware a plan is for: as given, as a profile has it, or as this machine is."""
+"""The hardware that a plan is for: from options, from a machine profile, or this machine."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from .machine_profile import Machine, calibrated_file, load, names
 
 GB = 1e9
 CPU_RANKS = 2
-"""Ranks that share a machine without GPUs, as ``zeroshard train`` starts them."""
+"""Ranks on a machine without GPUs, as many as ``zeroshard train`` starts."""
 CONTEXT = 0.6e9
-"""Bytes of a GPU that its driver, its libraries and NCCL take, which no allocator counts."""
+"""Bytes of a GPU that the driver, libraries and NCCL take. torch's allocator does not count them."""
 FRAGMENTS = 0.04
-"""Share of a GPU that the caching allocator cannot use."""
+"""Share of a GPU that the caching allocator loses to fragments."""
 LARGEST_GPU, LARGEST_NODE, MOST_IN_A_NODE, MOST = 1e12, 1e14, 128, 1 << 20
-"""Beyond these an option was mistyped."""
+"""Limits of the options: more than this is a typing mistake."""
 
 
 class HardwareError(ValueError):
-    """Hardware that cannot be, or that contradicts itself."""
+    """Hardware options that are impossible or contradict each other."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What there is."""
+    """Devices, nodes and their memory."""
 
     gpus: int
-    """In all; ranks, where there is no GPU."""
+    """GPUs of all nodes together; without GPUs, ranks."""
     nodes: int
     device_memory: float
-    """Bytes of one."""
+    """Bytes of one device."""
     host_memory: float
-    """Bytes of a node."""
+    """Bytes of one node."""
     machine: Machine | None = None
-    """The profile that times are predicted with."""
+    """The profile for predicting times."""
     guessed: bool = False
-    """Whether that profile was taken for its memory's size alone."""
+    """True if the profile was chosen only because its memory has a similar size."""
     on_cpu: bool = False
-    """Ranks compute in host memory, so that there is nothing to offload."""
-    taken: float = CONTEXT
-    """Bytes of a device that are not to be had; 0 where its memory is what was seen to be free."""
+    """True if ranks compute in host memory. Then there is nothing to offload."""
+    reserved: float = CONTEXT
+    """Bytes of a device that cannot be used; 0 if ``device_memory`` is what was found free."""
     node_size: int = 0
-    """Devices that a whole node has; 0 where that is what is there."""
+    """Devices of a full node; 0 if the nodes here are full."""
 
     @property
     def per_node(self) -> int:
         return math.ceil(self.gpus / self.nodes)
 
     def grown(self, gpus: int) -> Hardware:
-        """So many devices of the same kind, in nodes of the same size."""
+        """Hardware with another number of devices, of the same kind and in nodes of the same size."""
         a_node = self.node_size or self.per_node
         machine = None if self.machine is None else replace(self.machine, devices_per_node=a_node)
         found = replace(self, gpus=gpus, nodes=math.ceil(gpus / a_node), machine=machine)
@@ -61,10 +61,10 @@ class Hardware:
 
     @property
     def usable_device_memory(self) -> float:
-        """What a rank's peak may be."""
+        """The largest peak that a rank may have."""
         if self.on_cpu:
             return self.device_memory
-        return max(0.0, self.device_memory * (1 - FRAGMENTS) - self.taken)
+        return max(0.0, self.device_memory * (1 - FRAGMENTS) - self.reserved)
 
     @property
     def host_memory_per_rank(self) -> float:
@@ -93,7 +93,7 @@ def find_hardware(
     host_memory: float | None = None,
     profile: str | None = None,
 ) -> Hardware:
-    """Hardware as it is asked for, sizes in GB; what is not said is a profile's, or this machine's."""
+    """The hardware that the options describe, sizes in GB. Missing options come from a profile or from this machine."""
     _check_numbers(gpus, nodes, gpu_memory, host_memory)
     machine = _profile(profile)
     if machine is not None and not machine.accelerator:
@@ -131,17 +131,17 @@ def find_hardware(
 
 
 def _nodes(count: int, nodes: int | None, machine: Machine) -> int:
-    """As many as are asked for, or as that many devices fill."""
+    """The number of nodes: as given, or as many as the devices fill."""
     found = nodes or math.ceil(count / machine.devices_per_node)
     if count % found and nodes is None:
         raise HardwareError(
-            f"--gpus {count}: nodes as of {machine.title} have {machine.devices_per_node} devices, which so many do "
-            f"not fill evenly; say how they are spread with --nodes"
+            f"--gpus {count}: a node of {machine.title} has {machine.devices_per_node} devices, so not all nodes are "
+            f"full; say how they are spread with --nodes"
         )
     if count % found:
-        raise HardwareError(f"--gpus {count} cannot be spread evenly over --nodes {found}; --gpus counts all nodes'")
+        raise HardwareError(f"--gpus {count}, of all nodes, cannot be spread evenly over --nodes {found}")
     if count // found > MOST_IN_A_NODE:
-        raise HardwareError(f"--gpus {count} on --nodes {found} are {count // found} a node; there is no such")
+        raise HardwareError(f"--gpus {count} on --nodes {found} are {count // found} a node; there is no such node")
     return found
 
 
@@ -158,7 +158,7 @@ def _check_numbers(gpus: int | None, nodes: int | None, gpu_memory: float | None
             unit = "is in GB, and " if "memory" in option else ""
             raise HardwareError(f"{option} {value:g}: {unit}nothing has more than {most:,.0f}")
     if gpus is not None and nodes is not None and nodes > gpus:
-        raise HardwareError(f"--nodes {nodes} of --gpus {gpus} in all leave some without any; --gpus counts all nodes'")
+        raise HardwareError(f"--nodes {nodes} is more than --gpus {gpus}, which counts the GPUs of all nodes")
 
 
 def _profile(name: str | None) -> Machine | None:
@@ -181,9 +181,10 @@ def _device_memory(machine: Machine | None) -> float:
 
 
 def profile_of(title: str, memory: float, on_cpu: bool = False) -> tuple[Machine | None, bool]:
-    """What is known of a device: measured here, by its name, or by its memory, which is a guess.
+    """The profile of a device, and whether it is a guess.
 
-    Nothing is guessed of a processor.
+    First choice is the profile measured here, then the profile with the device's name, and last the profile with the
+    nearest memory size, which is a guess. For a processor nothing is guessed.
     """
     file = calibrated_file(title)
     if file.is_file():
@@ -203,7 +204,7 @@ def profile_of(title: str, memory: float, on_cpu: bool = False) -> tuple[Machine
 def _other_cpu(
     machine: Machine, ranks: int | None, nodes: int | None, gpu_memory: float | None, host_memory: float | None
 ) -> Hardware:
-    """Machines without accelerators, whose ranks share the memory of the host."""
+    """Machines of a profile without accelerators; their ranks share host memory."""
     if gpu_memory is not None:
         raise HardwareError(f"--gpu-memory {gpu_memory:g}: {machine.title} has no GPU; its memory is --host-memory")
     count = ranks or (nodes or 1) * machine.devices_per_node

@@ -1,6 +1,6 @@
-"""Transformers from a Hugging Face ``config.json``: which numbers make each family's shape, and what is refused.
+"""Reads the shape of a transformer from a Hugging Face ``config.json``, for the known model families.
 
-Weights are not read, and transformers itself is not needed.
+Weights are not read, and the package ``transformers`` is not needed.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import Any, NamedTuple
 from ..config.checks import nearest
 from .shape import MOST_LAYERS, Activation, Habits, ModelError, Transformer
 
-MOST = 1 << 31
-"""The largest number that a size may be."""
-
+LARGEST_SIZE = 1 << 31
+"""The largest value of a size."""
 
 REMEDY = "Any other is planned from a function that builds it: --model module:factory"
 
-ONE_KERNEL, FROM_ITS_RESULT = Activation(), Activation(kept=1, beside=2)
-TANH_BY_HAND = Activation(kept=5, passing=4, beside=2, written=8)
+ONE_KERNEL, FROM_ITS_RESULT = Activation(), Activation(saved=1, backward_extra=2)
+TANH_BY_HAND = Activation(saved=5, forward_peak=4, backward_extra=2, written=8)
 ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(("gelu", "gelu_pytorch_tanh", "silu", "swish", "mish", "hardswish", "leaky_relu"), ONE_KERNEL),
     **dict.fromkeys(("relu", "tanh", "sigmoid"), FROM_ITS_RESULT),
     **dict.fromkeys(("gelu_new", "gelu_accurate", "gelu_python_tanh"), TANH_BY_HAND),
-    "gelu_fast": Activation(kept=8, passing=5, beside=2, written=9),
-    "gelu_python": Activation(kept=4, passing=4, beside=4, written=5),
-    "quick_gelu": Activation(kept=3, passing=3, beside=2, written=3),
-    "relu2": Activation(kept=2, passing=3, beside=3, written=2),
+    "gelu_fast": Activation(saved=8, forward_peak=5, backward_extra=2, written=9),
+    "gelu_python": Activation(saved=4, forward_peak=4, backward_extra=4, written=5),
+    "quick_gelu": Activation(saved=3, forward_peak=3, backward_extra=2, written=3),
+    "relu2": Activation(saved=2, forward_peak=3, backward_extra=3, written=2),
 }
-"""How transformers writes those that its configurations name."""
+"""The activation functions that configurations name, as the package ``transformers`` computes them."""
 
 
-class Reader:
-    """Reads values from a configuration, and names those that are missing or cannot be."""
+class ConfigReader:
+    """Reads values from a configuration, and collects the missing and the wrong ones."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self.missing: list[str] = []
+        """Keys that are missing or whose values are of a wrong kind."""
         self.wrong: list[str] = []
-        """Sentences about values that are there but contradict others."""
+        """Sentences about values that are unknown or contradict each other."""
 
-    def __call__(self, key: str, most: int = MOST) -> int:
+    def __call__(self, key: str, most: int = LARGEST_SIZE) -> int:
         return self.optional(key, most, missing=True) or 1
 
-    def optional(self, key: str, most: int = MOST, *, missing: bool = False) -> int | None:
+    def optional(self, key: str, most: int = LARGEST_SIZE, *, missing: bool = False) -> int | None:
         value = self._values.get(key)
         if value is None and not missing:
             return None
@@ -59,7 +59,7 @@ class Reader:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A missing one is the default; null is false, as transformers has it."""
+        """True or false. A missing key gives the default; null is false, as in ``transformers``."""
         value = self._values.get(key, default)
         if value is not None and not isinstance(value, bool):
             self.missing.append(f"{key} (true or false, not {value!r})")
@@ -76,7 +76,7 @@ class Reader:
         return ACTIVATIONS[name]
 
     def drops(self, key: str, default: float) -> bool:
-        """Whether a dropout does anything."""
+        """True if this dropout is above 0."""
         value = self._values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             self.missing.append(f"{key} (a number from 0 to 1, not {value!r})")
@@ -84,26 +84,26 @@ class Reader:
         return value > 0
 
     def heads_of_keys(self, key: str, heads: int) -> int | None:
-        """Those of keys and values, each for as many heads of queries."""
+        """The number of key and value heads. It must divide the number of query heads."""
         found = self.optional(key)
         if found is not None and heads % found:
             self.wrong.append(f"{key} {found} must divide the {heads} heads that share them")
         return found
 
-    def same(self, key: str, other: str, why: str) -> None:
-        """Refuses a configuration where two sizes differ."""
+    def check_equal(self, key: str, other: str, why: str) -> None:
+        """Refuses a configuration in which two sizes differ."""
         value, expected = self.optional(key), self.optional(other)
         if value is not None and value != expected:
             self.wrong.append(f"{key} {value} differs from {other} {expected}: {why}")
 
     @property
-    def told(self) -> str:
-        """What is wrong, or nothing."""
+    def problems(self) -> str:
+        """All that is wrong, as one text; empty if nothing is wrong."""
         needs = [f"needs {', '.join(dict.fromkeys(self.missing))}"] if self.missing else []
         return "; ".join([*needs, *self.wrong])
 
 
-def _gpt2(read: Reader) -> Transformer:
+def _gpt2(read: ConfigReader) -> Transformer:
     return Transformer(
         layers=read("n_layer", MOST_LAYERS),
         hidden=read("n_embd"),
@@ -114,14 +114,15 @@ def _gpt2(read: Reader) -> Transformer:
         tied=read.flag("tie_word_embeddings", True),
         habits=Habits(
             activation=read.activation("activation_function", "gelu_new"),
-            cached_copies=2 if read.flag("use_cache", True) else 0,  # keys and values; the queries hold all three
+            # Keys and values are copied; the storage of the queries contains all three.
+            cached_copies=2 if read.flag("use_cache", True) else 0,
             dropouts=2 * read.drops("resid_pdrop", 0.1),
             embedding_dropout=read.drops("embd_pdrop", 0.1),
         ),
     )
 
 
-def _llama(read: Reader) -> Transformer:
+def _llama(read: ConfigReader) -> Transformer:
     heads = read("num_attention_heads")
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
@@ -132,17 +133,17 @@ def _llama(read: Reader) -> Transformer:
         vocabulary=read("vocab_size"),
         intermediate=read("intermediate_size"),
         gated=True,
-        biases=False,  # the few that Qwen 2 has in its attention are below a ten-thousandth
+        biases=False,  # Qwen 2 has a few in its attention, less than a ten-thousandth of all parameters
         tied=read.flag("tie_word_embeddings", False),
         habits=Habits(activation=read.activation("hidden_act", "silu")),
     )
 
 
-def _qwen3(read: Reader) -> Transformer:
+def _qwen3(read: ConfigReader) -> Transformer:
     return replace(_llama(read), head_norms=True)
 
 
-def _qwen(read: Reader) -> Transformer:
+def _qwen(read: ConfigReader) -> Transformer:
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
         hidden=read("hidden_size"),
@@ -155,7 +156,7 @@ def _qwen(read: Reader) -> Transformer:
     )
 
 
-def _gpt_neox(read: Reader) -> Transformer:
+def _gpt_neox(read: ConfigReader) -> Transformer:
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
         hidden=read("hidden_size"),
@@ -165,7 +166,7 @@ def _gpt_neox(read: Reader) -> Transformer:
         tied=read.flag("tie_word_embeddings", False),
         habits=Habits(
             activation=read.activation("hidden_act", "gelu"),
-            copies=3,  # of the result; and the values hold all three
+            copies=3,  # the result, and the storage of the values, which contains all three
             cached_copies=1 if read.flag("use_cache", True) else 3,
             one_input=read.flag("use_parallel_residual", True),
             dropouts=2 * read.drops("hidden_dropout", 0.0),
@@ -174,8 +175,8 @@ def _gpt_neox(read: Reader) -> Transformer:
     )
 
 
-def _opt(read: Reader) -> Transformer:
-    read.same("word_embed_proj_dim", "hidden_size", f"projections around the blocks are not counted. {REMEDY}")
+def _opt(read: ConfigReader) -> Transformer:
+    read.check_equal("word_embed_proj_dim", "hidden_size", f"projections around the blocks are not counted. {REMEDY}")
     return Transformer(
         layers=read("num_hidden_layers", MOST_LAYERS),
         hidden=read("hidden_size"),
@@ -190,7 +191,7 @@ def _opt(read: Reader) -> Transformer:
     )
 
 
-HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
+HUGGINGFACE: Mapping[str, Callable[[ConfigReader], Transformer]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "llama": _llama,
@@ -200,27 +201,27 @@ HUGGINGFACE: Mapping[str, Callable[[Reader], Transformer]] = {
     "qwen2": _llama,
     "qwen3": _qwen3,
 }
-"""How the configuration of each model type is read."""
+"""By model type: the function that reads its configuration."""
 
 
-class Described(NamedTuple):
-    """What a configuration says."""
+class Architecture(NamedTuple):
+    """The content of a configuration."""
 
     transformer: Transformer
     longest: int | None
-    """The longest sequence it takes, if that is limited."""
+    """The longest sequence that the model takes; None without a limit."""
 
 
-def described(kind: str, read: Reader) -> Described:
-    """The shape of a known model type; what is wrong with it is in ``read.told``."""
+def architecture(kind: str, read: ConfigReader) -> Architecture:
+    """The shape of a known model type. ``read.problems`` then says what is wrong with it."""
     model = HUGGINGFACE[kind](read)
     if not read.missing and model.head_width is None and model.hidden % model.heads:
         read.wrong.append(f"{model.heads} heads do not divide a hidden size of {model.hidden}")
-    return Described(model, read.optional("n_positions") or read.optional("max_position_embeddings"))
+    return Architecture(model, read.optional("n_positions") or read.optional("max_position_embeddings"))
 
 
-def read_config(file: Path) -> Described:
-    """A model from its ``config.json``."""
+def read_config(file: Path) -> Architecture:
+    """Reads a ``config.json``."""
     try:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -236,15 +237,15 @@ def read_config(file: Path) -> Described:
             f"--model {file}: model_type {kind!r} is not known{nearest(kind, list(HUGGINGFACE))}; known: "
             f"{', '.join(HUGGINGFACE)}. {REMEDY}"
         )
-    read = Reader(values)
-    found = described(kind, read)
-    if read.told:
-        raise ModelError(f"--model {file}: model_type {kind!r} {read.told}")
-    return Described(replace(found.transformer, name=_name(file, values)), found.longest)
+    read = ConfigReader(values)
+    found = architecture(kind, read)
+    if read.problems:
+        raise ModelError(f"--model {file}: model_type {kind!r} {read.problems}")
+    return Architecture(replace(found.transformer, name=_name(file, values)), found.longest)
 
 
 def _name(file: Path, values: Mapping[str, Any]) -> str:
-    """What the model was loaded by, the folder's name, or the architecture's."""
+    """The name of a model: the name it was loaded by, the folder's name, or the architecture's name."""
     given = values.get("_name_or_path")
     if isinstance(given, str) and given.strip(" ./"):
         return Path(given).name if given.startswith(("/", ".", "~")) else given.strip()

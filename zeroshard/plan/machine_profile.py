@@ -1,7 +1,7 @@
-"""What a machine can do: the numbers that the time model takes, from data files with their sources (``machines/``).
+"""Machine profiles: the numbers that predicted times follow from, in data files with their sources (``machines/``).
 
-A profile says what is reached, not what is printed on the box: bandwidths are those of large messages, and
-``efficiency`` is what of the peak the products of a large transformer block get.
+A profile has the values that are reached, not those of the data sheet. Bandwidths are those of large messages, and
+``efficiency`` is the share of the peak that the matrix products of a large transformer block reach.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..system import machine as facts
 
 FOLDER = Path(__file__).parent / "machines"
 DEVICE_UPDATE_BYTES = 77
-"""Traffic a parameter of a foreach AdamW on fp32 masters, passes over temporaries included; measured on an H200."""
+"""Bytes of memory traffic a parameter of a foreach AdamW on fp32 masters, with its temporaries; measured on an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, or the cores of one rank."""
+    """One accelerator, or the processor cores of one rank."""
 
     memory: float
     """Bytes."""
@@ -32,18 +32,18 @@ class Device:
     """FLOPs a second in bf16 and fp16."""
     peak_fp32: float
     bandwidth: float
-    """Of its memory, bytes a second; what is calibrated is what the update reaches."""
+    """Bytes a second of its memory. A calibrated value is the bandwidth that the update reaches."""
     efficiency: float
-    """What of the peak the products of a transformer reach as they grow."""
+    """The share of the peak that very large products of a transformer reach."""
     half_work: float
-    """Multiply-adds (tokens · hidden² / M) of a product in 16 bits that reaches half of that."""
+    """The size of a 16-bit product, in multiply-adds (tokens · hidden² / M), that reaches half of this share."""
     traffic: float = 0.0
-    """Bytes that pass its memory for every byte of activations that a forward writes. 0 is: in the efficiency."""
+    """Bytes of memory traffic for every byte of activations that a forward writes. 0: ``efficiency`` includes it."""
 
     def rate(self, work: float, *, half: bool) -> float:
-        """FLOPs a second in products of so many multiply-adds.
+        """FLOPs a second in products of ``work`` multiply-adds.
 
-        What keeps small products from their full speed takes as long in every precision: a slower one comes closer.
+        Small products lose a time that is the same in every precision. So a slower precision comes closer to its peak.
         """
         peak = self.peak_16bit if half else self.peak_fp32
         return peak * self.efficiency * work / (work + self.half_work * peak / self.peak_16bit)
@@ -51,68 +51,69 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects devices of a node, or nodes."""
+    """The connection between devices of a node, or between nodes."""
 
     latency: float
-    """Seconds of one step of a ring, whatever it moves."""
+    """Seconds of one step of a ring, for messages of any size."""
     bandwidth: float
-    """Bytes a second each way: of a device inside a node, of a whole node between nodes."""
+    """Bytes a second in each direction: of one device inside a node, of a whole node between nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pcie:
-    """Between one device and its host, bytes a second."""
+    """Bytes a second between one device and its host."""
 
     down: float
-    """From the device."""
+    """From device to host."""
     up: float
+    """From host to device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What the devices of a node share."""
+    """The host memory that the devices of a node share."""
 
     memory: float
     """Bytes."""
     bandwidth: float
-    """Bytes a second that the update reaches with all sockets at work."""
+    """Bytes a second that the update reaches on all sockets together."""
     sockets: int = 1
-    """Memories of which one process uses one."""
+    """Processor sockets. A process uses the memory of one socket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the thread that drives the device needs for one unit, however little there is to compute; seconds.
+    """Seconds that the thread which drives the device needs for one unit, even if the unit computes almost nothing.
 
-    A model whose units compute for less time than that is as fast as they are launched. Zero is: not known, as is
-    a factor of 1.
+    If the units of a model compute for less time than this, launching bounds the step. 0 seconds or a factor of 1
+    mean: not known.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     recompute: float = 0.0
-    """Of a checkpointed block, what its backward takes longer."""
+    """The additional seconds in the backward of a checkpointed block."""
     communicate: float = 0.0
-    """One gather or reduce, and what surrounds it."""
+    """One gather or reduce, with the work around it."""
     offload: float = 0.0
-    """Sending a gradient off and waiting for new parameters."""
+    """Sending a gradient to the host and waiting for new parameters."""
     crowded: float = 1.0
-    """How many times as long a unit's launching takes while the host updates on its other cores."""
+    """Factor on launching a unit while the host updates on the other cores."""
     interrupted: float = 1.0
-    """How many times as long again in backward, where the host updates beside it and shares the interpreter."""
+    """Another factor on launching in backward, if the host updates during backward and shares the interpreter."""
     hand_over: float = 0.0
-    """In a step: telling the host to update."""
+    """Telling the host to update a unit, in ``step()``."""
     host: float = 0.0
-    """Of the host's own threads, from being told on: a unit's update, apart from what its memory takes."""
+    """Seconds of the host's own threads for the update of a unit, without the time of its memory traffic."""
     update: float = 0.0
-    """On the device."""
+    """Launching the update of a unit on the device."""
     step: float = 0.0
-    """Of a step, not of a unit: the agreement, and what begins and ends it."""
+    """Once a step, not for each unit: the agreement of the ranks, and the begin and end of ``step()``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A node and what connects it with others of its kind.
+    """A node, and the links between nodes of this kind.
 
     >>> load("v100").devices_per_node
     16
@@ -122,18 +123,20 @@ class Machine:
     title: str
     devices_per_node: int
     half: str = "bf16"
-    """The 16-bit precision that it trains in."""
+    """The 16-bit precision that this machine trains in."""
     accelerator: bool = True
-    """Whether its devices have memory of their own; else they are ranks that share the host's."""
+    """True if devices have their own memory. Otherwise devices are ranks that share host memory."""
     device: Device
     inside: Link
+    """The links inside a node."""
     between: Link
+    """The links between nodes."""
     pcie: Pcie
     host: Host
     launch: Launch = Launch()
 
     def host_bandwidth(self, ranks: int) -> float:
-        """Of one rank where so many of a node update at once."""
+        """Bytes a second for one rank, if this number of ranks of a node update at once."""
         return self.host.bandwidth / max(ranks, self.host.sockets)
 
     def nodes(self, devices: int) -> int:
@@ -141,18 +144,18 @@ class Machine:
 
 
 def calibrated_file(title: str) -> Path:
-    """Where the measured profile of the machine at hand is kept, by what its device calls itself."""
+    """The file of the profile that was measured on this machine. ``title`` is the device's own name."""
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "unknown"
     return facts.cache_folder() / f"machine-{name}.toml"
 
 
 def names() -> list[str]:
-    """Of the profiles that come with the package."""
+    """The names of the profiles that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load(name: str | Path) -> Machine:
-    """A profile that comes with the package, or any file in their format.
+    """Loads a profile of the package by its name, or any file in the same format.
 
     >>> load("v10")
     Traceback (most recent call last):
@@ -178,7 +181,7 @@ def load(name: str | Path) -> Machine:
 
 
 def parse(name: str, data: Mapping[str, Any]) -> Machine:
-    """From the content of a profile; what is wrong with it is named by its key."""
+    """Makes a machine from the content of a profile. An error names the wrong key."""
     tables: dict[str, type[Device | Link | Pcie | Host | Launch]] = {
         "device": Device,
         "inside": Link,

@@ -1,4 +1,4 @@
-"""Models to plan for: a preset or a configuration of ours, a Hugging Face ``config.json``, or a module of yours."""
+"""Finds the model of a plan: a preset, a TOML configuration, a Hugging Face ``config.json``, or a user's module."""
 
 from __future__ import annotations
 
@@ -11,45 +11,43 @@ from torch import nn
 
 from ..config.checks import nearest
 from ..config.job import JobError, ModelConfig, load_job, presets
-from ..config.options import Activations as Recomputed
+from ..config.options import Activations
 from .factory import Factory
-from .huggingface import HUGGINGFACE, Reader, described, read_config
+from .huggingface import HUGGINGFACE, ConfigReader, architecture, read_config
+from .module_trace import ModuleTrace
 from .shape import MOST_LAYERS, ModelError, Setup, Transformer
-from .traced import Traced
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a plan is asked about, and what its source says about how to train it."""
+    """The model of a plan, with the training settings that its source contains."""
 
     name: str
     transformer: Transformer | None
-    """None for a module that is to be traced."""
+    """None for a module of the user, which is traced."""
     factory: Factory | None = None
     batch: int = 1
     sequence: int = 1024
     longest: int | None = None
-    """The longest sequence it takes, if that is limited."""
+    """The longest sequence that the model takes; None without a limit."""
     checkpointing: bool = True
     model_parallel: int = 1
-    activations: Recomputed | None = None
+    activations: Activations | None = None
     shard: Mapping[str, object] = field(default_factory=dict)
-    """Options of ``shard()`` as a configuration has them."""
+    """Options of ``shard()`` from the configuration."""
     preset: str | None = None
-    """What ``zeroshard train`` calls it."""
+    """The name of the model for ``zeroshard train``."""
 
-    def model(self, setup: Setup) -> Transformer | Traced:
-        """It as the plan takes it; a module is traced once for each batch, sequence and precision."""
+    def model(self, setup: Setup) -> Transformer | ModuleTrace:
+        """The model in the form that the plan needs. A module is traced once for each batch, sequence and precision."""
         if self.transformer is not None:
             return self.transformer
         assert self.factory is not None
-        return self.factory.traced(
-            setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations
-        )
+        return self.factory.trace(setup.precision, setup.batch, setup.sequence, setup.max_unit_bytes, setup.activations)
 
 
 def find_model(source: str) -> Subject:
-    """Reads ``--model``.
+    """Finds the model that ``--model`` names.
 
     >>> find_model("zero-1.5b").transformer.layers
     48
@@ -80,14 +78,14 @@ def find_model(source: str) -> Subject:
         longest=job.model.sequence,
         checkpointing=job.model.checkpointing or job.shard.get("activations") is not None,
         model_parallel=job.train.tensor_parallel,
-        activations=Recomputed.parse(job.shard.get("activations")),
+        activations=Activations.parse(job.shard.get("activations")),
         shard=job.shard,
         preset=source,
     )
 
 
 def from_config(config: ModelConfig, name: str = "") -> Transformer:
-    """Our own GPT.
+    """The GPT of ``zeroshard train``.
 
     >>> config = ModelConfig(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=50257)
     >>> from_config(config).parameters == config.parameters
@@ -105,26 +103,26 @@ def from_config(config: ModelConfig, name: str = "") -> Transformer:
 
 
 TOLERANCE = 0.02
-"""How far the parameters of a module may be from those of its description, relative to them."""
+"""The largest relative difference between the parameters of a module and those of its description."""
 
 
 def from_huggingface(file: Path) -> Subject:
-    """A model from its ``config.json``. Weights are not read."""
+    """The model of a ``config.json``. Weights are not read."""
     model, longest = read_config(file)
     sequence = min(1024, longest) if longest else 1024
     return Subject(model.name, model, sequence=sequence, longest=longest)
 
 
 def describe(module: nn.Module) -> Transformer | None:
-    """The shape of a module that is one of ours or of the kinds above, all of it trained; None for any other."""
+    """The shape of a GPT of ours or of a known Hugging Face model, if all its parameters are trained; else None."""
     config: Any = getattr(module, "config", None)
     found: Transformer | None = None
     if isinstance(config, ModelConfig):
         found = from_config(config)
     elif hasattr(config, "to_dict") and getattr(config, "model_type", None) in HUGGINGFACE:
-        read = Reader(config.to_dict())
-        found = described(config.model_type, read).transformer
-        found = None if read.told else found
+        read = ConfigReader(config.to_dict())
+        found = architecture(config.model_type, read).transformer
+        found = None if read.problems else found
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     if found is None or not found.layers or abs(trained - found.parameters) > TOLERANCE * found.parameters:
         return None

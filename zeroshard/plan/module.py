@@ -1,4 +1,4 @@
-"""A module and the options of ``shard()`` as the plan takes them."""
+"""Turns a module and the options of ``shard()`` into what the plan needs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import math
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.parallel import mesh_of
 from ..config.checks import DTYPES
 from ..config.layout import ROOT, ROOT_TITLE
 from ..config.options import Config
 from ..offload.rules import check_has_kernel
-from .activations import Activations
-from .memory import state_tensors
+from .activations import ActivationBytes
+from .factory import error_text
+from .model_states import state_tensors
 from .models import describe
+from .module_trace import ModuleTrace
 from .shape import Setup, Transformer
-from .trace import tokens_of, trace
-from .traced import Traced
+from .tracer import tokens_of, trace
 from .units import buffer_bytes, module_units
 
 
 def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int) -> Setup:
-    """How it is to be trained, but for stage and offload."""
+    """The setup of a module, with stage 0 and no offload."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         dtype = config.precision.parameters or parameter.dtype
         sizes[dtype] = sizes.get(dtype, 0) + parameter.numel()
-    dtype = max(sizes, key=lambda kind: sizes[kind])  # with precision=None there may be several; mostly one holds all
+    # precision=None allows several dtypes. The one with most parameters counts.
+    dtype = max(sizes, key=lambda kind: sizes[kind])
     names = {known: name for name, known in DTYPES.items()} | {torch.float64: "fp64"}
     return Setup(
         stage=0,
@@ -43,7 +45,7 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
 
 
 def gathering(config: Config) -> dict[str, Any]:
-    """What a setup takes of the options about units that are gathered."""
+    """The fields of a setup that options about gathered units decide."""
     roots, keep = {ROOT, ROOT_TITLE}, config.keep
     return {
         "cast_on_gather": config.precision.cast_on_gather,
@@ -54,36 +56,36 @@ def gathering(config: Config) -> dict[str, Any]:
     }
 
 
-def known(model: nn.Module, config: Config, setup: Setup) -> tuple[Traced, Transformer | None, str | None]:
-    """The module as the plan takes it, its kind where times can be foreseen, and why activations are not known."""
+def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[ModuleTrace, Transformer | None, str | None]:
+    """The module as a trace, its shape if it is a known transformer, and the reason if activations are not known."""
     width = None if config.precision.parameters is None else setup.width
     units = module_units(model, width, config.max_unit_bytes, config.units)
     buffers = buffer_bytes(model)
     nothing = (0,) * len(units)
-    plain = Traced(type(model).__name__, units, buffers, Activations(0, nothing, 0, nothing, nothing))
+    plain = ModuleTrace(type(model).__name__, units, buffers, ActivationBytes(0, nothing, 0, nothing, nothing))
     if config.example is None:
         return plain, None, "which depend on the batch (pass example=, one micro-batch, to count them too)"
     if mesh_of(model) is not None:
         return plain, None, "which are not traced for a model with tensor parallelism"
-    kept = config.activations
-    if kept is not None and not kept.checkpoint:
+    activations = config.activations
+    if activations is not None and not activations.checkpoint:
         return plain, None, "which are not traced with activations= and activations.checkpoint=False"
     if setup.precision not in DTYPES:
         return plain, None, f"which are not traced in {setup.precision}"
     try:
-        inputs, limit = _inputs(config.example), config.max_unit_bytes
-        with torch.random.fork_rng(devices=[]):  # as if it had not been
-            traced = trace(_on_meta(model), inputs, setup.precision, 1, 1, limit, chosen=config.units, recomputed=kept)
-    except Exception as error:  # whatever a forward may raise on a device without values
-        lines = str(error).strip().splitlines()
-        told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        return plain, None, f"for tracing {type(model).__name__} with example= failed ({told})"
+        with torch.random.fork_rng(devices=[]):  # a trace leaves the random state as it was
+            twin, limit = _on_meta(model), config.max_unit_bytes
+            traced = trace(
+                twin, config.example, setup.precision, 1, 1, limit, chosen=config.units, activations=config.activations
+            )
+    except Exception as error:  # a forward may raise anything on a device without values
+        return plain, None, f"for tracing {type(model).__name__} with example= failed ({error_text(error)})"
     shape = describe(model) if tokens_of(config.example) != (0, 0) else None
     return traced, shape, None
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A twin without values."""
+    """A copy of the model on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -93,18 +95,14 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _inputs(example: Any) -> Any:
-    return (example,) if isinstance(example, Tensor) else example
-
-
 def _checkpoints(model: nn.Module) -> bool:
-    """Whether blocks are recomputed in backward, as far as a model says so."""
+    """True if the model says that its blocks are recomputed in backward."""
     said = getattr(getattr(model, "config", None), "checkpointing", False)
     return bool(said or getattr(model, "is_gradient_checkpointing", False))
 
 
 def has_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the host can run it."""
+    """True if the host has a kernel for this optimizer."""
     try:
         check_has_kernel(optimizer)
     except ValueError:

@@ -1,8 +1,9 @@
-"""One rank's memory, moment by moment.
+"""The memory of one rank at every moment of a step that could be the peak.
 
-A step's phases are walked unit by unit, with what is alive beside model states in each: activations, gathered
-parameters (stage 3), gradients that are not yet shards or not yet on the host, and the update's batch. Of a long
-stretch of equal blocks only the ends are walked: there is no peak in its midst.
+The phases of a step are followed unit by unit. At each moment the bytes in addition to model states are added up:
+activations, gathered parameters (stage 3), gradients that are not yet shards or not yet on the host, and the
+temporaries of the update. In a long run of equal blocks only the first and the last blocks are followed, because no
+peak lies between them.
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ from ..config.table import Extent, state_table
 from ..offload.host_buffers import HostBytes, bytes_of, wanted
 from ..offload.pinned import aligned
 from ..offload.pipeline import HIGH_HALVES, LANDING, RING
-from .activations import Activations
+from .activations import ActivationBytes
 from .device_memory import DeviceMemory, Phase
-from .placed import FP32, PlacedFlat, PlacedUnit, place
+from .rank_units import FP32, RankFlat, RankUnit, place
 from .shape import Setup
 from .units import UnitShape
 
 PARAMETER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Moment = tuple[Phase, dict[str, int]]
-"""When, and bytes by kind beside what is there all the time."""
+"""A phase, and the bytes by kind in addition to ``RankMemory.rest``."""
 
 
 class RankMemory:
-    """One rank's memory, moment by moment."""
+    """The memory of one rank: at rest, and at each moment that could be the peak."""
 
     def __init__(
-        self, setup: Setup, units: Sequence[UnitShape], activations: Activations, buffers: int, workspace: int
+        self, setup: Setup, units: Sequence[UnitShape], activations: ActivationBytes, buffers: int, workspace: int
     ) -> None:
         self.setup, self.activations, self.buffers, self.workspace = setup, activations, buffers, workspace
         self.width = setup.width
         self.table = state_table(setup.stage, setup.world, setup.offload)
         self.sharded = self.table.parameters.extent is Extent.SHARD
         self.units = place(setup, units)
-        self.flats: Counter[PlacedFlat] = Counter()
-        """How many there are of each."""
+        self.flats: Counter[RankFlat] = Counter()
+        """The number of flats of each shape."""
         for flats, count in Counter(unit.flats for unit in self.units).items():
             for flat in flats:
                 self.flats[flat] += count
-        self._blocks: dict[int, list[PlacedUnit]] = {}
+        self._blocks: dict[int, list[RankUnit]] = {}
         for unit in self.units:
             self._blocks.setdefault(unit.block, []).append(unit)
 
@@ -54,10 +55,10 @@ class RankMemory:
 
     @cached_property
     def rest(self) -> DeviceMemory:
-        """What is there all the time."""
-        elsewhere = self.setup.offload is not None and self.setup.offload.parameters == "cpu"
+        """The memory that is in use during the whole step."""
+        on_host = self.setup.offload is not None and self.setup.offload.parameters == "cpu"
         parameters = sum(count * (f.shard if self.sharded else f.whole) for f, count in self.flats.items())
-        if elsewhere or self.setup.cast_on_gather:
+        if on_host or self.setup.cast_on_gather:
             parameters = 0
         states = accumulators = 0
         for flat, count in self.flats.items():
@@ -77,8 +78,8 @@ class RankMemory:
     def accumulates(self) -> bool:
         return self.setup.micro_batches > 1
 
-    def stashed(self, flat: PlacedFlat) -> int:
-        """Bytes of an averaged gradient where it rests."""
+    def stashed(self, flat: RankFlat) -> int:
+        """Bytes of an averaged gradient on the device, where it waits for the update."""
         if flat.on_host or self.accumulates or not flat.shape.trained:
             return 0
         return self.width * (flat.own if self.table.gradients.extent is Extent.SHARD else flat.whole)
@@ -93,12 +94,12 @@ class RankMemory:
 
     @property
     def between_steps(self) -> DeviceMemory:
-        gathered = self._gathered(self._foreseen)
+        gathered = self._gathered(self._gathered_early)
         return self.rest.with_more({"gathered": gathered, "temporary": -self.workspace})
 
     @property
-    def _foreseen(self) -> Sequence[PlacedUnit]:
-        """What is gathered for the next forward while the update goes on: up to a unit that the host updates."""
+    def _gathered_early(self) -> Sequence[RankUnit]:
+        """The units gathered during the update for the next forward: those before the first unit on the host."""
         first = self.units[: 1 + self.setup.prefetch]
         return list(takewhile(lambda unit: not any(flat.on_host for flat in unit.flats), first))
 
@@ -124,7 +125,7 @@ class RankMemory:
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def moments(self) -> Iterator[Moment]:
-        """All that could be the peak."""
+        """All moments that could be the peak."""
         yield from self._forward()
         yield (
             Phase.LOSS,
@@ -137,11 +138,11 @@ class RankMemory:
         yield from self._update()
 
     @cached_property
-    def _looked_at(self) -> list[int]:
-        """Numbers of the units in whose forward or backward the peak can be.
+    def _peak_candidates(self) -> list[int]:
+        """The numbers of the units whose forward or backward can have the peak.
 
-        In the midst of a stretch of equal blocks, what is beside a block is the same as beside the next one, but for
-        activations and gradients, which change evenly. The most is then at one of its ends.
+        In the middle of a run of equal blocks, two neighbours differ only in activations and gradients. Both change by
+        the same amount from block to block, so the maximum is at one end of the run.
         """
         tables = (self.activations.forward, self.activations.backward, self.activations.after_backward)
         if not all(_changes_evenly(sizes[1:]) for sizes in tables):
@@ -149,7 +150,7 @@ class RankMemory:
         near = 1 + max(self.setup.prefetch + 1, self.setup.keep, IN_FLIGHT + LANDING)
         found: list[int] = []
         number = 0
-        for _, equal in groupby(self._blocks.values(), key=_look_of_block):
+        for _, equal in groupby(self._blocks.values(), key=_block_key):
             stretch = list(equal)
             for position, units in enumerate(stretch):
                 if not near <= position < len(stretch) - near:
@@ -158,7 +159,7 @@ class RankMemory:
         return found
 
     def _forward(self) -> Iterator[Moment]:
-        for number in self._looked_at:
+        for number in self._peak_candidates:
             unit = self.units[number]
             following = self.units[number + 1 : number + 1 + self.setup.prefetch]
             yield (
@@ -169,24 +170,25 @@ class RankMemory:
                 },
             )
 
-    def _kept_before(self, number: int) -> list[PlacedUnit]:
-        """Units that are held from here to backward."""
+    def _kept_before(self, number: int) -> list[RankUnit]:
+        """Units before this one that stay gathered from forward to backward."""
         first = max(1, len(self.units) - self.setup.keep)
         return list(self.units[first:number])
 
     def _backward(self) -> Iterator[Moment]:
         backward = self.units[::-1]
         sizes = {flats: sum(map(self.stashed, flats)) for flats in {unit.flats for unit in backward}}
-        stashed = list(accumulate((sizes[unit.flats] for unit in backward), initial=0))[-2::-1]  # before each unit
-        for number in reversed(self._looked_at):
+        # For each unit: the bytes of gradients at rest when its backward begins.
+        stashed = list(accumulate((sizes[unit.flats] for unit in backward), initial=0))[-2::-1]
+        for number in reversed(self._peak_candidates):
             others = stashed[number] + sum(self._under_way(number))
             for moment in self._backward_of(number, others):
                 yield Phase.BACKWARD, moment
 
     def _backward_of(self, number: int, others: int) -> Iterator[dict[str, int]]:
-        """Of one unit, beside so many bytes of others' gradients."""
+        """The moments in the backward of one unit. ``others``: bytes of gradients of other units."""
         unit, activations = self.units[number], self.activations
-        # The parts of a block that is recomputed as a whole are gathered together.
+        # A block is recomputed as a whole, so all its units are gathered together.
         present = [self.units[0], *(self._blocks[unit.block] if self.setup.checkpointing else [unit])]
         present += self._kept_before(number)
         following = self.units[max(0, number - self.setup.prefetch) : number]
@@ -196,21 +198,21 @@ class RankMemory:
         early = self._early_in_root()
         others += early if unit.block else 0
 
-        # While it computes: its gradients have a buffer from the first deposit on.
+        # The unit computes. From its first deposit on, its gradients have a buffer.
         computing = (collected if largest >= DEPOSIT_BYTES else largest) if unit.block else early
         yield {
             "activations": activations.backward[unit.block],
             "gradients": others + computing,
             "gathered": self._gathered([*present, *following]),
         }
-        # When the last of its gradients have come, they are copied into the buffer.
+        # The last gradients of the unit have arrived and are copied into the buffer.
         yield {
             "activations": activations.after_backward[unit.block],
             "gradients": others + collected,
             "temporary": min(collected, DEPOSIT_BYTES + largest),
             "gathered": self._gathered([*present, *following]),
         }
-        # The next unit is entered before this one is left.
+        # The next unit begins before this unit ends.
         yield {
             "activations": activations.after_backward[unit.block],
             "gradients": others + collected,
@@ -218,14 +220,14 @@ class RankMemory:
         }
 
     def _under_way(self, number: int) -> tuple[int, int]:
-        """Bytes of gradients that are being reduced when a unit's backward begins, and that wait to be copied down."""
+        """When the backward of a unit begins: bytes of gradients in reduces, and in copies to the host."""
         in_flight = IN_FLIGHT - 1 if self.setup.world > 1 else 0
         divided = self.table.gradients.extent is Extent.SHARD
         latest = (flat for unit in islice(self.units, number + 1, None) for flat in reversed(unit.trained))
         flying = sum(
             self.width * flat.whole
             for flat in islice(latest, in_flight)
-            if divided or self.accumulates or flat.on_host  # else it stays where it is
+            if divided or self.accumulates or flat.on_host  # otherwise the reduced gradient stays in its buffer
         )
         if self.setup.offload is None:
             return flying, 0
@@ -233,28 +235,29 @@ class RankMemory:
         return flying, sum(self.width * (flat.own if divided else flat.whole) for flat in landing)
 
     def _early_in_root(self) -> int:
-        """Gradients of the root that came before the blocks': they wait, or have a buffer for all of the root's."""
+        """Bytes of the root's gradients that arrive before those of the blocks, or of the root's whole buffer."""
         early = self.activations.early_root_gradients
         whole = self.width * sum(flat.whole for flat in self.units[0].trained)
         return whole if early >= DEPOSIT_BYTES else early
 
     def _update(self) -> Iterator[Moment]:
-        """The optimizer runs on batches of flats: their gradients in fp32, and one temporary of Adam's beside it."""
+        """The optimizer runs on batches of flats. A batch needs its gradients in fp32 and one temporary of Adam."""
         widened = 0 if self.accumulates else self.setup.master_width
-        beside = self.setup.moment_width if self.setup.moments > 1 else 0
+        temporary = self.setup.moment_width if self.setup.moments > 1 else 0
         batches = list(self._batches())
         for number, elements in enumerate(batches or [0]):
-            first = self._foreseen if number else []
+            first = self._gathered_early if number else []
             yield (
                 Phase.UPDATE,
                 {
                     "gradients": self._all_stashed,
-                    "temporary": elements * (widened + beside),
+                    "temporary": elements * (widened + temporary),
                     "gathered": self._gathered(first),
                 },
             )
 
     def _batches(self) -> Iterator[int]:
+        """The elements of each batch that the optimizer updates on the device."""
         elements, enough = 0, FIRST_ELEMENTS
         for flat in (flat for unit in self.units for flat in unit.flats):
             if flat.shape.trained and not flat.on_host:
@@ -265,20 +268,20 @@ class RankMemory:
         if elements:
             yield elements
 
-    def _gathered(self, units: Sequence[PlacedUnit]) -> int:
+    def _gathered(self, units: Sequence[RankUnit]) -> int:
         if not self.sharded:
             return 0
         distinct = {id(unit): unit for unit in units}.values()
         return self.width * sum(unit.whole for unit in distinct)
 
 
-def _look_of_block(units: Sequence[PlacedUnit]) -> tuple[object, ...]:
-    """What equal blocks have in common; the root equals none."""
+def _block_key(units: Sequence[RankUnit]) -> tuple[object, ...]:
+    """The properties that equal blocks share. The root is equal to no block."""
     return units[0].block == 0, *(unit.flats for unit in units)
 
 
 def _changes_evenly(sizes: Sequence[int]) -> bool:
-    """Whether each differs from the one before by the same.
+    """True if the difference between neighbours is always the same.
 
     >>> _changes_evenly([1, 3, 5]), _changes_evenly([1, 3, 4]), _changes_evenly([1])
     (True, False, True)

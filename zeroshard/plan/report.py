@@ -1,4 +1,4 @@
-"""The plan in a terminal: a row with a bar for every stage and offload, the one to take, and what else was asked."""
+"""Prints the plan: a row with a bar for every stage and offload, the recommended row, and the answers to questions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.text import Text
 
 from . import choice
 from .choice import LARGEST_BATCH, Row
-from .device_memory import KINDS, DeviceMemory
+from .device_memory import KIND_TITLES, KINDS, DeviceMemory
 from .hardware import GB, Hardware
 from .models import Subject
 from .shape import Transformer
 from .time import Bottleneck
 
-BAR = 32  # characters that stand for the whole device
-COLUMN = 8  # that it gives up for each column there is not always
-WIDE, MEDIUM = 120, 100  # a terminal below these has no room for bars, and none for what bounds a step
+BAR = 32  # characters of a bar; the bar is the whole device
+COLUMN = 8  # characters that the bar loses for each optional column
+WIDE, MEDIUM = 120, 100  # terminals narrower than this have no bars, and no column "bound by"
 LETTERS = {
     "parameters": ("P", "blue"),
     "gradients": ("G", "yellow"),
@@ -30,26 +30,25 @@ LETTERS = {
     "gathered": ("W", "cyan"),
     "temporary": ("T", "bright_black"),
 }
-WORDS = {"gathered": "gathered parameters", "optimizer_states": "optimizer states"}
 BOUNDS = {
     Bottleneck.COMPUTE: "compute",
     Bottleneck.LAUNCH: "launching",
     Bottleneck.UPDATE: "update",
-    Bottleneck.INSIDE: "links in node",
-    Bottleneck.BETWEEN: "network",
+    Bottleneck.NODE_LINKS: "links in node",
+    Bottleneck.NETWORK: "network",
     Bottleneck.PCIE: "PCIe",
 }
 
 
 def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, console: Console) -> None:
-    """Every stage and offload, with memory of one rank as a bar."""
+    """Prints every stage and offload, with the memory of one rank as a bar."""
     model, setup = rows[0].model, rows[0].setup
     batches = {row.setup.batch for row in rows}
-    kept = ", checkpointed" if setup.checkpointing else ""
+    checkpointed = ", checkpointed" if setup.checkpointing else ""
     tokens = f" × {setup.sequence}" if isinstance(model, Transformer) or model.tokens_known else ""
     batch = f"batch {setup.batch}" if len(batches) == 1 else "largest batch"
     console.print(
-        f"{model.name}: {_count(model.parameters)} parameters, {setup.precision}, {batch}{tokens}{kept}",
+        f"{model.name}: {_count(model.parameters)} parameters, {setup.precision}, {batch}{tokens}{checkpointed}",
         markup=False,
     )
     console.print(f"on {hardware}", highlight=False)
@@ -96,12 +95,12 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     if LARGEST_BATCH in batches:
         console.print(f"More than {LARGEST_BATCH:,} sequences a rank were not tried.", highlight=False)
     legend = Text("  ").join(
-        Text(f"{letter} {WORDS.get(kind, kind)}", style=colour) for kind, (letter, colour) in LETTERS.items()
+        Text(f"{letter} {KIND_TITLES[kind]}", style=colour) for kind, (letter, colour) in LETTERS.items()
     )
     if bars:
         console.print(legend)
     console.print(
-        f"room: beside what driver and allocator take; host GB: of one rank, whose part of the node is "
+        f"room: what stays free after driver and allocator; host GB: of one rank, whose part of the node is "
         f"{_gb(hardware.host_memory_per_rank)}"
         + ("; P_a: checkpoints\nthat model-parallel ranks gather in a step\n" if gathers else "\n"),
         highlight=False,
@@ -109,12 +108,12 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
 
 
 def _per_rank(row: Row) -> float:
-    """Ψ of one rank: model parallelism leaves it a part."""
+    """Ψ of one rank: with model parallelism a rank has a part of the model."""
     return row.model.parameters / row.setup.model_parallel
 
 
 def _bar(memory: DeviceMemory, hardware: Hardware, width: int) -> Text:
-    """One letter for each share of the device; what is beyond it ends in an arrow."""
+    """A bar with a letter for each part of the device. An arrow means: more than the device has."""
     scale_ = width / hardware.device_memory
     bar, drawn, total = Text(), 0, 0.0
     for kind in KINDS:
@@ -131,7 +130,7 @@ def _bar(memory: DeviceMemory, hardware: Hardware, width: int) -> Text:
 def print_recommendation(
     best: Row | None, rows: Sequence[Row], subject: Subject, hardware: Hardware, console: Console
 ) -> None:
-    """The one to take by kind of memory, with the call and the command; or what is lacking."""
+    """Prints the recommended row by kind of memory, its call and its command; or says what is missing."""
     if best is None:
         console.print(_shortage(rows), highlight=False)
         return
@@ -143,7 +142,7 @@ def print_recommendation(
     for kind in KINDS:
         step, peak = getattr(needs.at_step, kind), getattr(needs.peak, kind)
         if step or peak:
-            table.add_row(WORDS.get(kind, kind), _gb(step), _gb(peak))
+            table.add_row(KIND_TITLES[kind], _gb(step), _gb(peak))
     table.add_row("total", _gb(needs.at_step.total), _gb(needs.peak.total), style="bold")
     if needs.host.total:
         table.add_row("host memory, pinned", _gb(needs.host.pinned), "")
@@ -164,13 +163,13 @@ def print_recommendation(
 
 
 def _shortage(rows: Sequence[Row]) -> str:
-    """Which comes nearest, what it lacks, and what is left to try."""
+    """Names the row that comes nearest to fitting, what this row lacks, and what to try."""
 
     def lacking(row: Row) -> dict[str, float]:
         return {kind: -room for kind, room in (("device", row.room), ("host", row.host_room)) if room < 0}
 
     nearest = min(rows, key=lambda row: sum(lacking(row).values()))
-    on_cpu = nearest.hardware.on_cpu  # where all is the host's
+    on_cpu = nearest.hardware.on_cpu  # all memory is host memory
     kinds = {"device": "" if on_cpu else "device ", "host": "host "}
     missing = " and ".join(f"{_gb(size)} GB of {kinds[kind]}memory" for kind, size in lacking(nearest).items())
     setup = nearest.setup
@@ -184,7 +183,7 @@ def _shortage(rows: Sequence[Row]) -> str:
 
 
 def print_extras(extras: dict[str, Any], console: Console) -> None:
-    """What a training costs, and how it scales."""
+    """Prints the cost of a whole training, and how the job scales."""
     if "training" in extras:
         told = extras["training"]
         console.print(
@@ -212,7 +211,7 @@ def print_extras(extras: dict[str, Any], console: Console) -> None:
 
 
 def print_largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware, console: Console) -> None:
-    """The largest model of each stage and offload, with a bar."""
+    """Prints the largest model of each stage and offload, with a bar."""
     setup = found[0][0].setup
     console.print(f"The largest GPT: {setup.precision}, batch {setup.batch} × {setup.sequence}")
     console.print(f"on {hardware}", highlight=False)
@@ -239,7 +238,7 @@ def print_largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Har
 
 
 def _count(number: float) -> str:
-    """Return a number in thousands, millions and so on."""
+    """A number in thousands (K), millions (M), billions (B) or trillions (T)."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -247,7 +246,7 @@ def _count(number: float) -> str:
 
 
 def _seconds(time: float) -> str:
-    """As one reads them.
+    """A time in seconds or milliseconds.
 
     >>> _seconds(0.00135), _seconds(6780.0)
     ('1.35 ms', '6,780 s')
@@ -258,5 +257,6 @@ def _seconds(time: float) -> str:
 
 
 def _gb(size: float, *, sign: bool = False) -> str:
+    """A table cell in GB, so that the cells of a column can be compared."""
     digits = 1 if abs(size) >= 10 * GB else 2 if abs(size) >= 0.1 * GB else 3
     return f"{size / GB:{'+' if sign else ''},.{digits}f}"

@@ -1,4 +1,4 @@
-"""The same job on more devices, and what a whole training costs."""
+"""How a job scales to more devices, and the cost of a whole training."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ DAY = 24 * 3600
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """A job on so many devices, each with the same batch."""
+    """A job on some number of devices. The batch of a device is always the same."""
 
     devices: int
     time: StepTime
     tokens_a_second: float
-    """Of all devices."""
+    """The sum over all devices."""
     efficiency: float
-    """Tokens a second and device, in those of one replica that communicates with no other."""
+    """Tokens a second and device, relative to one replica that communicates with no other."""
 
     @property
     def exposed(self) -> float:
-        """Share of a step in which communication is all that happens."""
+        """The share of a step in which only communication happens."""
         return self.time.exposed / self.time.total
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a whole training."""
+    """The cost of a whole training."""
 
     steps: float
     seconds: float
@@ -47,7 +47,7 @@ class Cost:
 
 
 def tokens_a_step(setup: Setup) -> int:
-    """Of all ranks; those of one model-parallel group see the same ones.
+    """Tokens of all ranks in a step. The ranks of a model-parallel group see the same tokens.
 
     >>> tokens_a_step(Setup(stage=2, world=8, model_parallel=4, batch=4, sequence=1024, micro_batches=2))
     65536
@@ -56,7 +56,7 @@ def tokens_a_step(setup: Setup) -> int:
 
 
 def doubling(first: int, last: int) -> list[int]:
-    """First, twice that, and so on, and the last.
+    """The first number, its doubles, and the last number.
 
     >>> doubling(8, 100)
     [8, 16, 32, 64, 100]
@@ -70,7 +70,7 @@ def doubling(first: int, last: int) -> list[int]:
 
 
 def scale(model: Transformer | Work, setup: Setup, machine: Machine, devices: Iterable[int]) -> list[ScalePoint]:
-    """Efficiency and exposed communication as devices grow; the batch of a rank stays."""
+    """Efficiency and exposed communication for each number of devices. The batch of a rank stays the same."""
     alone = replace(setup, stage=min(setup.stage, 2), world=1)
     computing = step_time(model, alone, machine)
     best = tokens_a_step(alone) / (computing.compute + computing.launching) / alone.devices
@@ -87,7 +87,7 @@ def scale(model: Transformer | Work, setup: Setup, machine: Machine, devices: It
 
 
 def cost(model: Transformer | Work, setup: Setup, machine: Machine, tokens: float) -> Cost:
-    """Of training on so many tokens.
+    """The cost of training on ``tokens`` tokens.
 
     >>> from .machine_profile import load
     >>> gpt = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50304, positions=1024)

@@ -1,11 +1,11 @@
-"""What a plan is about: the shape of a model, and how it is to be trained. Pure numbers, no tensors.
+"""The shape of a model, and the setup that it is trained with: only numbers, no tensors.
 
-A model is a root unit and blocks, as ``layout.find_units`` divides it. Sizes are elements unless a name says bytes.
+A model is a root unit and blocks, divided as in ``config/layout.py``. Sizes are elements unless the name says bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..config.offload import Offload
@@ -14,43 +14,47 @@ from ..config.options import Activations
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 MOST_LAYERS = 2048
-"""Twice the deepest transformers that were trained; more is a mistake, and would take minutes to plan."""
+"""The deepest model that is planned: twice the deepest transformers that were ever trained. More is a mistake, and the
+plan would take minutes."""
 
 
 class ModelError(ValueError):
-    """A model that cannot be planned for; the message says why and what to do."""
+    """A model that cannot be planned. The message says why, and what to do."""
 
 
 class Activation(NamedTuple):
-    """An MLP's nonlinearity as torch runs it, in tensors of the MLP's width; by default one kernel, as GELU has."""
+    """The memory of an MLP's activation function in torch, counted in tensors of the MLP's width.
 
-    kept: int = 2
-    """Left for backward: of what it takes, makes on its way and gives."""
-    passing: int = 2
-    """Alive at a time in a forward that keeps nothing."""
-    beside: int = 1
-    """Alive at a time in backward, beside those that are kept."""
+    The default is a function that runs as one kernel, such as GELU.
+    """
+
+    saved: int = 2
+    """Tensors saved for backward: of its input, its intermediate results and its output."""
+    forward_peak: int = 2
+    """The maximum of tensors alive in a forward that saves nothing."""
+    backward_extra: int = 1
+    """The maximum of tensors alive in backward, in addition to the saved ones."""
     written: int = 1
-    """Made by forward."""
+    """Tensors that forward writes."""
 
 
 class Habits(NamedTuple):
-    """What the code of a block leaves for backward that its sizes do not tell."""
+    """How the code of a block uses memory, where the sizes of the block do not show it."""
 
     activation: Activation = Activation()
     copies: int = 0
-    """Tensors of the queries' width that attention leaves beside queries, keys, values and result."""
+    """Tensors of the queries' width that attention saves in addition to queries, keys, values and result."""
     cached_copies: int = 0
-    """The same where a key-value cache is written, as Hugging Face's models do unless blocks are recomputed."""
+    """The same with a key-value cache. Hugging Face's models write one unless blocks are recomputed."""
     one_input: bool = False
-    """Whether attention and MLP read the same tensor, side by side."""
+    """True if attention and MLP both read the input of the block (parallel residual)."""
     dropouts: int = 0
-    """Masks over the residual stream that a block leaves, of one byte an element; attention's leaves none."""
+    """Dropout masks of the residual stream that a block saves, one byte an element. Dropout in attention saves none."""
     embedding_dropout: bool = False
 
 
 OUR_HABITS = Habits()
-"""Those of our own GPT."""
+"""The habits of the GPT of ``zeroshard train``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +69,18 @@ class Transformer:
     positions: int = 0
     """Learned positions; 0 for rotary ones."""
     kv_heads: int | None = None
-    """Heads of keys and values, where fewer than ``heads`` share them."""
+    """Heads of keys and values, if several query heads share one."""
     head_width: int | None = None
-    """Of one head; hidden / heads by default."""
+    """Width of one head; hidden / heads by default."""
     intermediate: int | None = None
     """Width of the MLP; 4 · hidden by default."""
     gated: bool = False
-    """Whether the MLP has a third matrix (SwiGLU)."""
+    """True if the MLP has a third matrix (SwiGLU)."""
     biases: bool = True
     tied: bool = True
-    """Whether the head is the token embedding."""
+    """True if the head and the token embedding are one matrix."""
     head_norms: bool = False
-    """Whether queries and keys are normed, head by head."""
+    """True if queries and keys are normed, head by head."""
     habits: Habits = OUR_HABITS
 
     @property
@@ -93,20 +97,20 @@ class Transformer:
 
     @property
     def normed_width(self) -> int:
-        """Elements a token of the queries and keys that are normed."""
+        """Elements of normed queries and keys for one token."""
         return self.query_width + self.kv_width if self.head_norms else 0
 
     @property
     def activation(self) -> Activation:
-        """Of the MLP, with the gate's partner and their product where it is gated."""
+        """The activation function of the MLP. In a gated MLP: with the gate's partner and their product."""
         alone = self.habits.activation
         if not self.gated:
             return alone
-        return Activation(alone.kept + 2, max(3, alone.passing), 2, alone.written + 2)
+        return Activation(alone.saved + 2, max(3, alone.forward_peak), 2, alone.written + 2)
 
     @property
     def block_matrices(self) -> int:
-        """Elements of one block's matrices, which are what it multiplies by."""
+        """Elements of the matrices of one block."""
         attention = 2 * self.hidden * (self.query_width + self.kv_width)
         return attention + (3 if self.gated else 2) * self.hidden * self.mlp_width
 
@@ -127,9 +131,9 @@ class Transformer:
         return [self.query_width // self.heads] * 2 if self.head_norms else []
 
     def block_written(self, ranks: int = 1) -> float:
-        """Activations that one block's forward writes for a token, on one of the ranks that share the block.
+        """Elements of activations that the forward of one block writes for a token, on one of ``ranks`` that share it.
 
-        Norms, what comes out of attention and MLP, and both sums are whole on each of them.
+        Norms, the outputs of attention and MLP, and both sums are whole on each rank.
         """
         attention = 2 * self.query_width + 2 * self.kv_width + self.normed_width
         mlp = (1 + self.activation.written) * self.mlp_width
@@ -156,7 +160,7 @@ class Transformer:
         return self.root + self.layers * self.block
 
     def forward_flops(self, batch: int, sequence: int) -> float:
-        """Of one forward pass over a micro-batch: matrices, attention and head."""
+        """FLOPs of one forward pass over a micro-batch: matrices, attention and head."""
         tokens = batch * sequence
         matrices = 2.0 * tokens * (self.layers * self.block_matrices + self.vocabulary * self.hidden)
         attention = 4.0 * tokens * sequence * self.query_width * self.layers
@@ -164,7 +168,7 @@ class Transformer:
 
 
 class Work(NamedTuple):
-    """What the time of a step follows from, unit by unit, the root first: of one rank and micro-batch."""
+    """The work of one rank in a micro-batch; times follow from it. Tuples go by unit, the root first."""
 
     parameters: tuple[float, ...]
     """Elements that are gathered."""
@@ -173,48 +177,49 @@ class Work(NamedTuple):
     forward: tuple[float, ...]
     """FLOPs."""
     backward: float
-    """FLOPs of a block's backward, recomputation included, in those of its forward."""
+    """FLOPs of a block's backward with recomputation, divided by the FLOPs of its forward."""
     written: tuple[float, ...]
-    """Activations that forward writes, elements; of blocks, not of the root, which has the loss."""
+    """Elements of activations that forward writes. Only blocks count; ``logits`` stands for the root."""
     product: float
-    """Multiply-adds of a typical product, on which the speed of all depends."""
+    """Multiply-adds of a typical matrix product. The speed of all products follows from this size."""
     logits: float = 0.0
-    """Elements that the loss passes over, in fp32."""
+    """Elements of the logits, which the loss reads in fp32."""
     checkpoint: float = 0.0
-    """Bytes of what is kept of a block that is recomputed, on average."""
+    """Bytes of a block's checkpoint, on average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a model is to be trained."""
+    """How a model is trained."""
 
     stage: int
     world: int = 1
     """Data-parallel ranks."""
     model_parallel: int = 1
-    """Ranks that share one replica by tensor parallelism; each has an M-th of every block."""
+    """Ranks that share one replica by tensor parallelism. Each has an M-th of every block."""
     offload: Offload | None = None
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
     masters: bool = True
-    """Whether fp32 masters stand behind 16-bit parameters; if not, moments have the parameters' precision."""
+    """True if 16-bit parameters have fp32 masters. Otherwise moments have the parameters' precision."""
     cast_on_gather: bool = False
-    """Stage 3: no 16-bit shard beside the master."""
+    """Stage 3: gathering casts the master, and there is no 16-bit shard."""
     batch: int = 1
-    """Sequences a rank and micro-batch."""
+    """Sequences of a rank in a micro-batch."""
     sequence: int = 1024
     micro_batches: int = 1
     checkpointing: bool = True
-    """Keep one tensor a block from forward to backward, and recompute the rest."""
+    """True if forward stores one tensor of each block, and backward recomputes the rest."""
     activations: Activations | None = None
-    """What becomes of what checkpointing keeps: divided among model-parallel ranks (P_a), on the host (P_a+cpu)."""
+    """Where checkpoints are stored: divided among model-parallel ranks (P_a), or on the host (P_a+cpu)."""
     moments: int = 2
-    """Tensors of a parameter's size that the optimizer keeps."""
+    """Tensors of a parameter's size in the optimizer's state."""
     prefetch: int = 1
-    keep: int = field(default=1)
-    """Stage 3: blocks held from forward to backward, the last ones."""
+    keep: int = 1
+    """Stage 3: the number of last blocks that stay gathered from forward to backward."""
     keep_root: bool = True
+    """Stage 3: True if the root stays gathered from forward to backward."""
     max_unit_bytes: int = 1 << 30
-    """A block above this is several units."""
+    """A larger block is divided into several units."""
 
     @property
     def width(self) -> int:
@@ -223,12 +228,12 @@ class Setup:
 
     @property
     def master_width(self) -> int:
-        """Bytes of a master beside the parameter; 0 where the parameter is its own."""
+        """Bytes of a master; 0 if the parameter is its own master."""
         return 4 if self.masters and self.width < 4 else 0
 
     @property
     def moment_width(self) -> int:
-        """Bytes of an element of what the optimizer keeps on the device."""
+        """Bytes of one element of the optimizer's moments on the device."""
         return self.master_width or self.width
 
     @property

@@ -1,4 +1,4 @@
-"""What occupies what, and when: a step laid out on lanes that each do one thing at a time."""
+"""A step laid out in time: which operation occupies which resource of a machine, and when."""
 
 from __future__ import annotations
 
@@ -7,72 +7,76 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Lane(IntEnum):
-    """Something that does one thing at a time."""
+class Resource(IntEnum):
+    """A part of a machine that does one thing at a time.
+
+    If several are busy at once, ``StepTime`` counts the time for the first of them in this order.
+    """
 
     DEVICE = 0
     THREAD = 1
-    """That drives the device."""
-    INSIDE = 2
-    """Links inside a node."""
-    BETWEEN = 3
-    """Links between nodes."""
-    DOWN = 4
-    """From device to host."""
-    UP = 5
-    """From host to device."""
-    HOST = 6
+    """The thread that drives the device."""
+    HOST = 2
+    """The cores that update on the host."""
+    NETWORK = 3
+    """The links between nodes."""
+    NODE_LINKS = 4
+    """The links between devices of a node."""
+    PCIE_UP = 5
+    """Copies from host to device."""
+    PCIE_DOWN = 6
+    """Copies from device to host."""
 
 
-class Span(NamedTuple):
-    """A stretch of time, in seconds."""
+class Interval(NamedTuple):
+    """An interval of time, in seconds."""
 
     start: float
     end: float
 
 
 class Timeline:
-    """Operations in the order in which they were asked for, each as early as its lane and what it waits for allow.
+    """Lays out operations in the order of the calls, each as early as its resource and its conditions allow.
 
     >>> timeline = Timeline()
-    >>> sent = timeline.run(Lane.INSIDE, 2.0)
-    >>> timeline.run(Lane.DEVICE, 1.0, sent)
+    >>> sent = timeline.run(Resource.NODE_LINKS, 2.0)
+    >>> timeline.run(Resource.DEVICE, 1.0, sent)
     3.0
     """
 
     def __init__(self) -> None:
-        self._busy: list[list[tuple[float, float]]] = [[] for _ in Lane]
-        """Starts and ends. Thousands of units are laid out, and so this is as plain as it goes."""
-        self._free = [0.0] * len(Lane)
+        self._busy: list[list[tuple[float, float]]] = [[] for _ in Resource]
+        """By resource: starts and ends of operations. Plain tuples, because thousands of units are laid out."""
+        self._free = [0.0] * len(Resource)
 
-    def run(self, lane: Lane, seconds: float, *after: float) -> float:
-        """Occupies a lane when it is free and all of ``after`` has passed; returns when that ends."""
-        start = self._free[lane]
+    def run(self, resource: Resource, seconds: float, *after: float) -> float:
+        """Occupies a resource as soon as it is free and all times in ``after`` have passed. Returns the end."""
+        start = self._free[resource]
         for moment in after:
             if moment > start:
                 start = moment
         end = start + seconds
         if seconds > 0:
-            self._busy[lane].append((start, end))
-            self._free[lane] = end
+            self._busy[resource].append((start, end))
+            self._free[resource] = end
         return end
 
-    def free(self, lane: Lane) -> float:
-        """When all that a lane was asked for is done."""
-        return self._free[lane]
+    def free(self, resource: Resource) -> float:
+        """The time when a resource has finished all its operations."""
+        return self._free[resource]
 
-    def hold(self, lane: Lane, until: float) -> None:
-        """Keeps a lane from starting anything before then; it is idle, not busy, meanwhile."""
-        if until > self._free[lane]:
-            self._free[lane] = until
+    def idle_until(self, resource: Resource, until: float) -> None:
+        """Lets a resource start nothing before ``until``. Until then the resource counts as idle, not as busy."""
+        if until > self._free[resource]:
+            self._free[resource] = until
 
-    def exposed(self, window: Span, *order: Lane) -> dict[Lane, float]:
-        """Seconds of the window in which a lane was busy and none that comes before it in ``order``."""
+    def exposed(self, window: Interval, *order: Resource) -> dict[Resource, float]:
+        """For each resource: seconds of the window in which it was busy and no earlier resource of ``order`` was."""
         gaps: Sequence[tuple[float, float]] = [window]
         found = {}
-        for lane in order:
-            rest = _subtract(gaps, [span for span in self._busy[lane] if span[1] > window.start])
-            found[lane] = _length(gaps) - _length(rest)
+        for resource in order:
+            rest = _subtract(gaps, [span for span in self._busy[resource] if span[1] > window.start])
+            found[resource] = _length(gaps) - _length(rest)
             gaps = rest
         return found
 
@@ -80,7 +84,7 @@ class Timeline:
 def _subtract(
     gaps: Sequence[tuple[float, float]], busy: Sequence[tuple[float, float]]
 ) -> Sequence[tuple[float, float]]:
-    """Both sorted; what of the gaps is not busy."""
+    """The parts of the gaps that are not busy. Both lists are sorted."""
     left = []
     index = 0
     for start, end in gaps:

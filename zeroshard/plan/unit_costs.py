@@ -1,6 +1,6 @@
-"""What each unit takes of every lane of a machine, whatever it waits for; how that is laid out is in ``time``.
+"""The seconds that each unit takes on every resource of a machine, without waiting. ``time`` lays them out.
 
-Lists are by unit, the root first, in seconds. A block above the largest unit is several, gathered and reduced in parts.
+Lists go by unit, the root first. A block that is larger than ``max_unit_bytes`` is several units.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from functools import cached_property
 import torch
 
 from ..config.offload import Offload
+from .collective_time import CollectiveRing, ring
 from .machine_profile import DEVICE_UPDATE_BYTES, Machine
-from .ring import Ring, ring
 from .shape import Setup, Transformer, Work
 from .units import transformer_units
 
 LOSS_BYTES = 28
-"""Traffic a logit of a softmax in fp32: cast, normalised, and both ways back."""
+"""Bytes of memory traffic for each logit of a softmax in fp32: cast and normalisation, and the backward of both."""
 
 
 def host_update_bytes(offload: Offload, width: int, moments: int = 2) -> int:
-    """Traffic in host memory of updating one parameter.
+    """Bytes of traffic in host memory for the update of one parameter.
 
     >>> host_update_bytes(Offload(), 2), host_update_bytes(Offload(moments=torch.bfloat16, split_master=True), 2)
     (28, 18)
     """
-    master = 6 if offload.split_master else 8  # read and written; of a split one the upper half is the parameter sent
+    # The master is read and written. The upper half of a split master is the published parameter, which counts below.
+    master = 6 if offload.split_master else 8
     states = 2 * moments * (4 if offload.moments is torch.float32 else 2)
     return master + states + (2 * width if width == 2 else width)
 
 
 def work_of(model: Transformer, setup: Setup) -> Work:
-    """What one rank computes."""
+    """The work of one rank."""
     tensor, tokens = setup.model_parallel, setup.batch * setup.sequence
     count = model.layers * _parts(model, setup)
     units = (model.root / tensor, *[model.layers * model.block / tensor / count] * count)
@@ -51,14 +52,14 @@ def work_of(model: Transformer, setup: Setup) -> Work:
 
 
 def _parts(model: Transformer, setup: Setup) -> int:
-    """Units of a block. It is divided at its modules, and so no matrix is, however large."""
+    """The number of units in a block. A block is divided at its modules, so a matrix is never divided."""
     most = len(transformer_units(replace(model, layers=1), setup)) - 1
     return min(most, math.ceil(model.block * setup.width / setup.model_parallel / setup.max_unit_bytes))
 
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """Of one rank."""
+    """The costs of one rank."""
 
     model: Transformer | Work
     setup: Setup
@@ -70,7 +71,7 @@ class UnitCosts:
 
     @cached_property
     def parts(self) -> int:
-        """Units of a block."""
+        """The number of units in a block."""
         return _parts(self.model, self.setup) if isinstance(self.model, Transformer) else 1
 
     @property
@@ -81,7 +82,7 @@ class UnitCosts:
 
     @cached_property
     def forward(self) -> list[float]:
-        """Products, and what memory takes beside them."""
+        """Matrix products, and the memory traffic of activations."""
         device = self.machine.device
         rate = device.rate(self.work.product, half=self.setup.width == 2)
         write = self.setup.width * device.traffic / device.bandwidth
@@ -92,23 +93,23 @@ class UnitCosts:
 
     @cached_property
     def backward(self) -> list[float]:
-        """Recomputation included."""
+        """The backward, with recomputation."""
         head, *blocks = self.forward
         return [2 * head, *(self.work.backward * seconds for seconds in blocks)]
 
     @property
     def loss(self) -> float:
-        """In forward, and once more in backward."""
+        """The loss in forward; backward takes the same time once more."""
         return self.work.logits * LOSS_BYTES / 2 / self.machine.device.bandwidth
 
     @property
     def flops(self) -> float:
-        """Of a step, recomputation included."""
+        """FLOPs of a step, with recomputation."""
         head, *blocks = self.work.forward
         return self.setup.micro_batches * (3 * head + (1 + self.work.backward) * sum(blocks))
 
     def launch(self, *, backward: bool) -> float:
-        """Of a block's unit."""
+        """Launching one unit of a block."""
         launch, setup, offload = self.machine.launch, self.setup, self.setup.offload
         fetches = setup.stage == 3 or (not backward and setup.stage > 0)
         collectives = fetches + backward if setup.world > 1 else int(setup.stage == 3 and self._rest_on_host)
@@ -128,20 +129,20 @@ class UnitCosts:
     def device_update(self) -> list[float]:
         per_parameter = DEVICE_UPDATE_BYTES / self.machine.device.bandwidth
         return [
-            (size / self._shards - hosted) * per_parameter
-            for size, hosted in zip(self.work.trained, self._on_host, strict=True)
+            (size / self._shards - on_host) * per_parameter
+            for size, on_host in zip(self.work.trained, self._on_host, strict=True)
         ]  # fmt: skip
 
     # -- other devices --------------------------------------------------------------------------------------------
 
     @cached_property
-    def data_ring(self) -> Ring:
-        """Of data-parallel ranks."""
+    def data_ring(self) -> CollectiveRing:
+        """The ring of data-parallel ranks."""
         return ring(self.machine, self.setup.world, self.setup.model_parallel)
 
     @cached_property
-    def tensor_ring(self) -> Ring:
-        """Of the ranks that share a block."""
+    def tensor_ring(self) -> CollectiveRing:
+        """The ring of the ranks that share a block."""
         return ring(self.machine, self.setup.model_parallel, 1)
 
     @cached_property
@@ -155,7 +156,7 @@ class UnitCosts:
 
     @cached_property
     def tensor(self) -> float:
-        """Tensor parallelism: two all-reduces a block and pass, the recomputing one included."""
+        """Tensor parallelism: two all-reduces for a block in each pass. Recomputation is a pass too."""
         if not isinstance(self.model, Transformer):
             return 0.0
         stream = self.setup.batch * self.setup.sequence * self.model.hidden * self.setup.width
@@ -165,34 +166,34 @@ class UnitCosts:
 
     @property
     def _shards(self) -> int:
-        """That optimizer states are divided into."""
+        """The number of shards that optimizer states are divided into."""
         return self.setup.world if self.setup.stage >= 1 else 1
 
     @property
     def _rest_on_host(self) -> bool:
-        """Whether parameters do."""
+        """True if parameters are on the host at rest."""
         return self.setup.offload is not None and self.setup.offload.parameters == "cpu"
 
     @cached_property
     def _on_host(self) -> list[float]:
-        """Parameters that it updates."""
+        """Elements that the host updates, by unit."""
         fraction = 0.0 if self.setup.offload is None else self.setup.offload.host_fraction
         return [size / self._shards * (1.0 if fraction == "auto" else fraction) for size in self.work.trained]
 
     @cached_property
     def down(self) -> list[float]:
-        """Gradients, and high halves of masters that are read back."""
+        """Copies to the host: gradients, and with ``read_back`` the high halves of masters."""
         twice = 2 if self.setup.offload is not None and self.setup.offload.read_back else 1
         return [twice * size * self.setup.width / self.machine.pcie.down for size in self._on_host]
 
     @cached_property
     def up(self) -> list[float]:
-        """Updated parameters, where they rest on the device."""
+        """Copies of updated parameters to the device, if parameters rest on the device."""
         return [0.0] * self.count if self._rest_on_host else self._upwards
 
     @cached_property
     def fetch(self) -> list[float]:
-        """Parameters before they are gathered, where they rest on the host."""
+        """Copies of parameters to the device before a gather, if parameters rest on the host."""
         return self._upwards if self._rest_on_host else [0.0] * self.count
 
     @property
@@ -208,15 +209,15 @@ class UnitCosts:
         offload, width = self.setup.offload, self.setup.width
         if offload is None:
             return [0.0] * self.count
-        # What crosses while the host updates goes over the same memory: parameters up, what is read back, and where
-        # backward goes on meanwhile gradients down.
+        # Copies during the update use the same memory: parameters to the device, high halves that are read back, and
+        # gradients, if backward runs at the same time.
         crossing = width * (1 + offload.beside_backward + offload.read_back)
         traffic = host_update_bytes(offload, width, self.setup.moments) + crossing
         return [size and size * traffic / self._host_bandwidth + self.machine.launch.host for size in self._on_host]
 
     @cached_property
     def host_add(self) -> list[float]:
-        """One gradient to those of earlier micro-batches, in fp32."""
+        """Adding a gradient to those of earlier micro-batches, in fp32."""
         if self.setup.offload is None or self.setup.micro_batches == 1:
             return [0.0] * self.count
         return [size * (8 + 2 * self.setup.width) / self._host_bandwidth for size in self._on_host]

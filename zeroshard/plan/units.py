@@ -1,4 +1,4 @@
-"""The units, flats and shards of a model as numbers: what ``layout.py`` makes of modules, without their tensors."""
+"""The units and flats of a model as numbers, divided as in ``config/layout.py`` but without tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .shape import Setup, Transformer
 
 
 class FlatShape(NamedTuple):
-    """One flat."""
+    """The sizes of one flat, in elements."""
 
     parameters: int
-    """Elements of its parameters."""
+    """The sum of its parameters."""
     aligned: int
-    """The same with every parameter on its boundary."""
+    """The same, with every parameter padded to its boundary."""
     largest: int
-    """Elements of its largest parameter."""
+    """Its largest parameter."""
     trained: bool = True
 
     def shard(self, world: int) -> int:
@@ -41,10 +41,10 @@ class FlatShape(NamedTuple):
 
 
 class UnitShape(NamedTuple):
-    """One unit. A block that is too large for one is several, which are recomputed together."""
+    """One unit. A block that is too large for one unit has several, and they are recomputed together."""
 
     block: int
-    """Which block it belongs to, counted from 1; 0 for the root."""
+    """The number of its block, from 1; 0 for the root."""
     flats: tuple[FlatShape, ...]
 
     def numel(self, world: int) -> int:
@@ -54,9 +54,10 @@ class UnitShape(NamedTuple):
 def module_units(
     model: nn.Module, width: int | None, max_unit_bytes: int, chosen: Sequence[str | type[nn.Module]] | None = None
 ) -> tuple[UnitShape, ...]:
-    """Those that ``shard()`` makes of a model, the root first. ``width`` is the bytes of a parameter, if all are cast.
+    """The units that ``shard()`` makes of a model, the root first.
 
-    ``chosen`` are modules that the user names as units. Of a model with tensor parallelism, those of this rank's part.
+    ``width``: bytes of a parameter, if all are cast to one dtype. ``chosen``: modules that the user names as units. For
+    a model with tensor parallelism, these are the units of this rank's part.
 
     >>> [unit.numel(world=2) for unit in module_units(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2, 1 << 30)]
     [0, 128, 128]
@@ -77,7 +78,7 @@ def module_units(
 
 
 def transformer_units(model: Transformer, setup: Setup) -> tuple[UnitShape, ...]:
-    """Those of one model-parallel rank, the root first.
+    """The units of one model-parallel rank, the root first.
 
     Model parallelism is Megatron's: it divides the matrices of a block and the vocabulary, not the norms.
     """
@@ -85,7 +86,7 @@ def transformer_units(model: Transformer, setup: Setup) -> tuple[UnitShape, ...]
 
 
 class _Part(NamedTuple):
-    """A module of a block: its own parameters, or its children."""
+    """A module inside a block: the sizes of its own parameters, and its children."""
 
     sizes: tuple[int, ...] = ()
     children: tuple[_Part, ...] = ()
@@ -95,7 +96,7 @@ class _Part(NamedTuple):
         return self.sizes + tuple(size for child in self.children for size in child.all_sizes)
 
     def split(self, most: int) -> list[_Part]:
-        """As ``find_units`` does it: a module of more elements than ``most`` at its children."""
+        """Divides a module of more than ``most`` elements at its children, as ``find_units`` does."""
         if sum(self.all_sizes) <= most or not self.children:
             return [self]
         return [part for child in self.children for part in child.split(most)]
@@ -110,7 +111,7 @@ def _transformer_units(model: Transformer, parallel: int, width: int, max_unit_b
 
 
 def _flats(sizes: Sequence[int], most: int) -> tuple[FlatShape, ...]:
-    """As ``divide_into_flats`` does it."""
+    """Divides sizes into flats, as ``divide_into_flats`` does."""
     groups: list[list[int]] = [[]]
     for size in sizes:
         if groups[-1] and sum(round_up(other, ALIGNMENT) for other in (*groups[-1], size)) > most:
@@ -137,7 +138,7 @@ def _block(model: Transformer, parallel: int) -> _Part:
     else:
         reads = [linear(hidden, 3 * own, 3 * own)]
     ways_up = [linear(hidden, mlp, mlp) for _ in range(2 if model.gated else 1)]
-    if model.gated and model.biases:  # of a gated MLP's matrices, those of shape.py's count have a bias: one, and down
+    if model.gated and model.biases:  # shape.py counts two biases: of one matrix up, and of the matrix down
         ways_up[0] = _Part((hidden * mlp,))
     norm = _Part(tuple(_norm(model)))
     head_norms = [_Part((size,)) for size in model.head_norm_sizes]
@@ -150,7 +151,7 @@ def _norm(model: Transformer) -> list[int]:
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    """Of a model's buffers; of a sparse one, its indices and values.
+    """Bytes of a model's buffers. A sparse buffer has indices and values.
 
     >>> class Graph(nn.Module):
     ...     def __init__(self):

@@ -1,6 +1,6 @@
-"""What a step communicates between ranks, and between host and device: exact, as ``stats(model)`` counts it.
+"""The volume of a step between ranks, and between host and device: exactly what ``stats(model)`` counts.
 
-Of a checkpoint that divides unevenly it is what the first model-parallel rank keeps, which has no less than others.
+If a checkpoint does not divide evenly, the number is that of the first model-parallel rank, whose part is the largest.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from dataclasses import dataclass
 
 from ..config.table import Extent, state_table
 from .activations import checkpoint_shape
-from .placed import place
+from .module_trace import Model, units_of
+from .rank_units import place
 from .shape import Setup, Transformer
-from .traced import Model, units_of
 
 
 @dataclass(frozen=True)
 class Volume:
-    """One step of one rank, after the first."""
+    """The volume of one rank in a step, after the first step."""
 
     all_gather: int = 0
-    """Elements of whole flats, as all the following."""
+    """Elements of whole flats; so are the next two."""
     reduce_scatter: int = 0
     all_reduce: int = 0
-    """Counted twice: it is a reduce-scatter and an all-gather."""
+    """Counted twice, because an all-reduce is a reduce-scatter and an all-gather."""
     to_host: int = 0
     """Bytes of model states."""
     to_device: int = 0
     """Bytes of model states."""
     checkpoints_gathered: int = 0
-    """P_a: elements of whole checkpoints, between model-parallel ranks."""
+    """P_a: elements of whole checkpoints that model-parallel ranks gather."""
     checkpoints_to_host: int = 0
-    """P_a+cpu: bytes."""
+    """P_a+cpu: bytes of checkpoints."""
     checkpoints_to_device: int = 0
-    """P_a+cpu: bytes."""
+    """P_a+cpu: bytes of checkpoints."""
 
     @property
     def elements(self) -> int:
-        """Between data-parallel ranks."""
+        """All elements between data-parallel ranks."""
         return self.all_gather + self.reduce_scatter + self.all_reduce
 
 
 def volume(model: Model, setup: Setup) -> Volume:
-    """What a step of a setup moves. Every micro-batch is reduced.
+    """The volume of a step. Every micro-batch is reduced.
 
     >>> from .shape import Transformer
     >>> gpt = Transformer(layers=2, hidden=64, heads=1, vocabulary=256)
@@ -82,12 +82,12 @@ def volume(model: Model, setup: Setup) -> Volume:
 
 def _of_checkpoints(model: Model, setup: Setup) -> tuple[int, int, int]:
     """Elements that are gathered, and bytes to the host and to the device."""
-    kept = setup.activations
-    if kept is None or not setup.checkpointing:
+    options = setup.activations
+    if options is None or not setup.checkpointing:
         return 0, 0, 0
-    if not isinstance(model, Transformer):  # traced, without model parallelism
-        bytes_ = setup.micro_batches * model.checkpoints if kept.offload else 0
+    if not isinstance(model, Transformer):  # a trace, which has no model parallelism
+        bytes_ = setup.micro_batches * model.checkpoints if options.offload else 0
         return 0, bytes_, bytes_
     count, one = setup.micro_batches * model.layers, checkpoint_shape(model, setup)
-    moved = count * setup.width * one.held if kept.offload else 0
+    moved = count * setup.width * one.stored if options.offload else 0
     return count * one.gathered, moved, moved

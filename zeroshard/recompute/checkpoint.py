@@ -1,8 +1,8 @@
-"""Blocks that are recomputed in backward, and what is kept of their inputs until then.
+"""Blocks that run again in backward, so that only their inputs are stored from forward to backward.
 
-``torch.utils.checkpoint`` recomputes, with random numbers, autocast and early stopping as it does; it is given a
-function without inputs, which takes them from where they were put. The inputs of the block before are brought back
-while a block is recomputed and its gradients are computed.
+``torch.utils.checkpoint`` runs the block again, with the same random numbers and autocast, and stops as early as
+possible. It is given a function without inputs. That function takes the block's inputs from where they were saved.
+While one block runs again and its gradients are computed, the inputs of the block before it are brought back.
 """
 
 from __future__ import annotations
@@ -18,123 +18,102 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..comm import parallel
-from ..comm.fabric import DisagreementError
+from ..comm.fabric import DisagreementError, Fabric
+from ..config.options import Activations
 from ..system import compat
 from ..system.hook import Hook
 from ..system.structures import map_leaves, map_tensors
-from .kept import Kept, Stores, changed_in_place
+from .saved_input import MovedInput, SavedInput
+from .store import CheckpointStore, VersionWatch
 
 Result = TypeVar("Result")
 
 
 class Call:
-    """One call of a checkpointed function: what is kept of its inputs."""
+    """One call of a recomputed function, and its saved inputs."""
 
-    def __init__(self, checkpoints: Checkpoints, arguments: Any, previous: Call | None, name: str) -> None:
-        self._checkpoints = checkpoints
-        self._previous = None if previous is None else weakref.ref(previous)
-        self._kept: dict[int, Kept] = {}
-        self._originals: list[tuple[Tensor, int]] = []
-        weakref.finalize(self, _drop_all, self._kept).atexit = False  # also of a call that fails midway
-        found = 0
+    def __init__(
+        self, checkpoints: Checkpoints, arguments: Any, previous: Callable[[], Call | None], name: str
+    ) -> None:
+        self.previous = previous
+        """The call before this one in the same forward; None if there is none, or its graph is gone."""
+        self._saved: dict[int, SavedInput] = {}
+        self._watches: list[VersionWatch] = []
+        weakref.finalize(self, _drop_all, self._saved).atexit = False  # also after a call that failed midway
 
-        def put(value: Tensor) -> Any:
-            nonlocal found
+        def save(value: Tensor) -> Any:
             if not _is_activation(value):
-                return value  # masks, tables and parameters, which others hold too
-            if id(value) not in self._kept:
-                checkpoints.check_same(value, f"{name}.{found}")
-                self._kept[id(value)] = Kept(value, checkpoints.stores, f"{name}.{found}")
-                self._originals.append((value, compat.version(value)))
-                found += 1
-            return _Place(self._kept[id(value)])
+                return value  # masks, tables and parameters: they exist anyway
+            if id(value) not in self._saved:
+                self._saved[id(value)] = checkpoints.save(value, f"{name}.{len(self._saved)}")
+                self._watches.append(VersionWatch(value))
+            return self._saved[id(value)]
 
-        self._arguments = map_tensors(put, arguments)
+        self._arguments = map_tensors(save, arguments)
 
     def check_unwritten(self) -> None:
-        """After the first run: inputs that it changed in place would come back otherwise than they went."""
-        for tensor, version in self._originals:
-            if compat.version(tensor) != version:
-                raise changed_in_place("a checkpointed block changed one of its inputs in place")
-        self._originals.clear()
-
-    def previous(self) -> Call | None:
-        """The call before this one in the same forward, if its graph is still there."""
-        return None if self._previous is None else self._previous()
+        """After the first run: raises if the function changed its inputs in place."""
+        for watch in self._watches:
+            watch.check("a checkpointed block changed one of its inputs in place")
+        self._watches.clear()
 
     def fetch(self) -> None:
         """Starts bringing the inputs back."""
-        for kept in self._kept.values():
-            kept.fetch()
+        for saved in self._saved.values():
+            saved.fetch()
 
-    def take(self) -> Any:
-        """The inputs again, while those of the calls before are on their way."""
-        self.fetch()
+    def take(self, prefetch: int) -> Any:
+        """The inputs again. The inputs of so many calls before this one start coming back too."""
         call: Call | None = self
-        for _ in range(self._checkpoints.stores.options.prefetch):
-            call = None if call is None else call.previous()
+        for _ in range(1 + prefetch):
             if call is not None:
                 call.fetch()
-        taken = {kept: kept.take() for kept in self._kept.values()}
-        return map_leaves(_Place, lambda place: taken[place.kept], self._arguments)
-
-
-class _Place:
-    """Stands in a structure of arguments where a tensor was."""
-
-    def __init__(self, kept: Kept) -> None:
-        self.kept = kept
+                call = call.previous()
+        taken = {saved: saved.take() for saved in self._saved.values()}
+        return map_leaves(SavedInput, taken.__getitem__, self._arguments)
 
 
 def _is_activation(value: Tensor) -> bool:
-    """Whether a tensor is the model's own and of this pass, rather than a mask, a table or a parameter."""
+    """Whether the model made this tensor in this forward: not a mask, a table or a parameter."""
     return value.is_floating_point() and value.requires_grad and not value.is_leaf
 
 
-def _drop_all(kept: dict[int, Kept]) -> None:
-    for entry in kept.values():
+def _drop_all(saved: dict[int, SavedInput]) -> None:
+    for entry in saved.values():
         entry.drop()
 
 
-class _Recomputed(Hook):
-    """A block's forward that is recomputed. A graph that is compiled around it ends there, which must be said."""
+def _no_call() -> None:
+    """Stands for the call before the first one."""
 
-    __slots__ = ("_say",)
 
-    def __init__(self, name: str, function: Callable[..., Any], said: list[str]) -> None:
-        """``said`` is shared by a model's blocks: of many that are compiled alike, one is named."""
-        super().__init__(function)
+class _RecomputedForward(Hook):
+    """The forward of a recomputed block. It warns if ``torch.compile`` compiles a graph around the block."""
 
-        def say() -> None:
-            if not said:
-                said.append(name)
-                warnings.warn(
-                    f"{name!r} is compiled around what activations= recomputes, and so runs uncompiled, it and blocks "
-                    "like it; compile each block by itself, not the model, and before shard(), as in "
-                    "model.blocks[0] = torch.compile(model.blocks[0])",
-                    stacklevel=2,
-                )
+    __slots__ = ("_warn",)
 
-        self._say = compat.untraced(say)
+    def __init__(self, forward: Callable[..., Any], warn: Callable[[], None]) -> None:
+        super().__init__(forward)
+        self._warn = compat.untraced(warn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            self._say()
+            self._warn()
         return self._function(*args, **kwargs)
 
 
 class Checkpoints:
     """The checkpoints of one model."""
 
-    def __init__(self, stores: Stores) -> None:
-        self.stores = stores
-        self._last: weakref.ref[Call] | None = None
+    def __init__(self, options: Activations, fabric: Fabric) -> None:
+        self.store = CheckpointStore(options, fabric)
+        self._last: Callable[[], Call | None] = _no_call
         self._calls = 0
-        self._checked: set[str] = set()
-        self._said: list[str] = []
+        self._compared: set[str] = set()
+        self._warned = False
 
-    def watch(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
-        """Makes ``zeroshard.checkpoint`` inside the model's forward use these, and recomputes the given blocks."""
+    def attach(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
+        """Recomputes the given blocks. ``zeroshard.checkpoint`` inside the model's forward saves its inputs here."""
         model.register_forward_pre_hook(Hook(self._begin), prepend=True)
         model.register_forward_hook(Hook(self._end), always_call=True)
         for name, module in blocks:
@@ -156,11 +135,22 @@ class Checkpoints:
                 )
             return self.run(forward, args, kwargs)
 
-        return _Recomputed(name, recomputed, self._said)
+        return _RecomputedForward(recomputed, lambda: self._warn_of_compilation(name))
+
+    def _warn_of_compilation(self, name: str) -> None:
+        """Names one block, of many that are compiled alike."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{name!r} is compiled around what activations= recomputes, and so runs uncompiled, it and blocks "
+                "like it; compile each block by itself, not the model, and before shard(), as in "
+                "model.blocks[0] = torch.compile(model.blocks[0])",
+                stacklevel=2,
+            )
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         if not compat.in_backward():
-            self._last, self._calls = None, 0
+            self._last, self._calls = _no_call, 0
             _active.append(self)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -168,31 +158,37 @@ class Checkpoints:
             del _active[_active.index(self) :]
 
     def run(self, function: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-        """Calls a function now, and again in backward, on inputs that are put away until then."""
-        name = f"checkpoint {self._calls}"
-        self._calls += 1
-        call = Call(self, (args, kwargs), None if self._last is None else self._last(), name)
+        """Calls a function now, and again in backward with its saved inputs."""
+        call = Call(self, (args, kwargs), self._last, f"checkpoint {self._calls}")
         self._last = weakref.ref(call)
+        self._calls += 1
         now: list[Any] = [(args, kwargs)]
 
         def body(_: Tensor) -> Result:
-            positional, named = now.pop() if now else call.take()
+            positional, named = now.pop() if now else call.take(self.store.options.prefetch)
             with _inside(self):
                 return function(*positional, **named)
 
-        # The tensor tells torch whose random state to save.
-        result: Result = torch_checkpoint(body, torch.empty(0, device=self.stores.fabric.device), use_reentrant=False)
+        # The tensor tells torch which device's random state to save.
+        result: Result = torch_checkpoint(body, torch.empty(0, device=self.store.fabric.device), use_reentrant=False)
         call.check_unwritten()
         return result
 
-    def check_same(self, tensor: Tensor, name: str) -> None:
-        """In the first step: what is to be divided must be the same on all ranks that divide it."""
-        fabric = self.stores.fabric
-        if self.stores.parts_of(tensor) == 1 or name in self._checked or fabric.backend == "fake":
+    def save(self, tensor: Tensor, name: str) -> SavedInput:
+        """Saves one input of a call, in the way that the options ask for."""
+        divides = self.store.parts_of(tensor) > 1
+        if divides:
+            self._compare(tensor, name)
+        return MovedInput(tensor, self.store, name) if divides or self.store.host is not None else SavedInput(tensor)
+
+    def _compare(self, tensor: Tensor, name: str) -> None:
+        """In the first step: raises if the ranks that divide a tensor have different values of it."""
+        fabric = self.store.fabric
+        if name in self._compared or fabric.backend == "fake":
             return
-        self._checked.add(name)
+        self._compared.add(name)
         part = parallel.local(tensor.detach()).double()
-        sums = fabric.gather_along_model(torch.stack([part.sum(), part.square().sum()]))
+        sums = fabric.model.gather_small(torch.stack([part.sum(), part.square().sum()]))
         if not torch.equal(sums.nan_to_num(), sums[:1].nan_to_num().expand_as(sums)):
             raise DisagreementError(
                 f"activations.partition: an input of {name!r} differs among tensor-parallel ranks, so it cannot be "
@@ -201,24 +197,25 @@ class Checkpoints:
 
 
 _active: list[Checkpoints] = []
-"""Those of the models whose forward is running, outermost first."""
+"""The checkpoints of the models whose forward is running, outermost first."""
 
 
 @contextmanager
 def _inside(checkpoints: Checkpoints) -> Iterator[None]:
+    depth = len(_active)
     _active.append(checkpoints)
     try:
         yield
     finally:
-        _active.remove(checkpoints)
+        del _active[depth:]
 
 
 def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Calls ``function`` and recomputes it in backward, so that of what it makes only its inputs are kept.
+    """Calls ``function`` and runs it again in backward, so that only its inputs are stored until then.
 
-    Inside the forward of a model that was sharded with ``activations=``, these inputs are divided among model-parallel
-    ranks or wait on the host, as that says; elsewhere they stay as they are. Structures of tensors, of any shape, are
-    taken as they come, and random numbers are the same the second time.
+    Inside the forward of a model that was sharded with ``activations=``, the inputs are divided among model-parallel
+    ranks or wait on the host, as ``activations=`` says. Elsewhere they stay as they are. Inputs may be structures of
+    tensors of any shape. Random numbers are the same in both runs.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> checkpoint(torch.sin, 2 * x).sum().backward()

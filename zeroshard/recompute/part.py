@@ -1,15 +1,15 @@
-"""How a checkpoint is divided among model-parallel ranks (P_a)."""
+"""How many elements of a checkpoint each model-parallel rank stores (P_a)."""
 
 from __future__ import annotations
 
 from ..config.layout import round_up
 
 ALIGNMENT = 64
-"""Parts are multiples of so many elements."""
+"""A part is a multiple of this many elements."""
 
 
 def part_of(numel: int, ranks: int) -> int:
-    """Elements of one rank's part; the last ranks may have fewer, and what is gathered is so many of each rank.
+    """Elements of the largest part. The last ranks may store fewer, but each contributes this many to the gather.
 
     >>> part_of(1000, 1), part_of(1000, 2)
     (1000, 512)

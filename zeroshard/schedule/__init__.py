@@ -1,4 +1,6 @@
 """When things happen: hooks on the model gather, reduce and release its units.
 
-Read ``hooks`` first, then ``reducer``.
+This room knows units and passes. It knows nothing of the optimizer's arithmetic or of how tensors travel. Its doors are
+``Schedule`` (forward and backward), ``Reducer`` (gradients, and the agreement of ranks) and ``Guards`` (what users do
+to a model besides training it). Read ``hooks`` first, then ``lifetimes`` and ``reducer``.
 """

@@ -1,4 +1,7 @@
-"""What people do to a model besides training it: each is right on a sharded model, or raises and says what to do."""
+"""Guards on what users do to a sharded model besides training it.
+
+``state_dict()``, ``load_state_dict()`` and ``.to()`` either work on a sharded model, or raise and name the remedy.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ LOAD_REMEDY = "load inside `with zeroshard.gathered(model, write=True):`, or bef
 
 
 class Guards:
-    """Guards ``state_dict``, ``load_state_dict`` and conversions (``.to()``, ``.half()``, ...) on every module."""
+    """Guards ``state_dict``, ``load_state_dict`` and conversions (``.to()``, ``.half()``, ...) of every module."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, finish_updates: Callable[[], None]
@@ -39,7 +42,7 @@ class Guards:
 
     @contextmanager
     def names_only(self) -> Iterator[None]:
-        """Inside, ``state_dict(keep_vars=True)`` may be asked which tensor has which name, values or not."""
+        """Inside, ``state_dict(keep_vars=True)`` does not raise. It gives names and tensors, not always values."""
         self._names_only = True
         try:
             yield
@@ -62,13 +65,13 @@ class Guards:
         for flat in flats:
             _check_here(flat, "load_state_dict()", prefix, LOAD_REMEDY)
             if flat.home.held:
-                self._finish_updates()  # or a delayed update would come over what is loaded
+                self._finish_updates()  # else a delayed update would overwrite the loaded values
             flat.wait()
             flat.home.before_write()
 
 
 def _check_here(flat: Flat, what: str, prefix: str, remedy: str) -> None:
-    if flat.sharded and not flat.lent:  # present or not: it is released under whoever keeps a view
+    if flat.sharded and not flat.lent:  # even if present: a release would empty the views that a caller keeps
         name = prefix.rstrip(".") or "the model"
         raise RuntimeError(f"{what}: the parameters of {name!r} are sharded and not here; {remedy}")
 
@@ -95,9 +98,9 @@ def _guarded(
 
 
 def _changes_nothing(device: torch.device, dtypes: set[torch.dtype], function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a conversion leaves parameters as they are: tried on small ones of each shape torch treats apart."""
+    """Whether a conversion leaves parameters as they are. Tried on small tensors."""
     for dtype in dtypes:
-        for dimensions in (1, 4, 5):  # memory formats are for four and five
+        for dimensions in (1, 4, 5):  # memory formats exist for four and five dimensions only
             probe = torch.zeros([2] * dimensions, dtype=dtype, device=device)
             shared = probe.is_shared()
             if function(probe) is not probe or probe.is_shared() != shared:

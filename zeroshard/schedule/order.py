@@ -1,4 +1,4 @@
-"""In which order units are needed: recorded in one pass, foreseen in the next."""
+"""The order in which units are needed: recorded in one pass, used in the next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..states.unit import Unit
 
 
 class Order:
-    """The order in which units were needed, recorded in one pass to be foreseen in the next."""
+    """The order of units in the last pass, and the position of the pass that runs now."""
 
     def __init__(self) -> None:
         self.last: list[Unit] = []
@@ -17,7 +17,7 @@ class Order:
         self._now, self._cursor = [], 0
 
     def enter(self, unit: Unit, ahead: int) -> list[Unit]:
-        """Notes that ``unit`` is needed now; returns the units that came next the last time."""
+        """Records that ``unit`` is needed now. Returns the units that came next in the last pass."""
         if self._now and self._now[-1] is unit:
             return []
         self._now.append(unit)
@@ -29,7 +29,7 @@ class Order:
 
     @property
     def at_end(self) -> bool:
-        """Whether nothing came after the unit that was entered last."""
+        """Whether the unit entered last was the last one in the last pass."""
         return 0 < self._cursor == len(self.last)
 
     def end(self) -> None:

@@ -1,4 +1,7 @@
-"""What a module's forward gave, in its output or left in attributes: hooked, it tells when backward comes to it."""
+"""Finds the tensors that a forward made, in its output and in attributes, and hooks them.
+
+The hooks tell when the backward of the module begins.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,13 @@ from ..system import compat
 from ..system.hook import Hook
 from ..system.structures import tensors_in
 
-_KEPT = (Tensor, list, tuple, dict)
 
+class AttributeOutputs:
+    """Tensors that a forward leaves in attributes of a unit's modules, such as the loss of a mixture of experts.
 
-class LeftInAttributes:
-    """What a unit's modules keep of a forward in attributes: the loss of a mixture of experts, say.
-
-    Asked after every call of the unit, so it does not walk through all attributes of all modules. torch's own layers
-    leave nothing by themselves. One of them is looked at only if it has hooks, more attributes than at first, or had
-    one in which somebody else may leave something.
+    The search runs after every call of the unit, so it must not walk through all attributes of all modules. torch's own
+    layers leave nothing in attributes by themselves. A torch layer is searched only if it has hooks, if it has more
+    attributes than at first, or if it had an attribute in which other code may leave a tensor.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -35,7 +36,7 @@ class LeftInAttributes:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those that may have left something."""
+        """The modules to search."""
         everywhere = compat.has_global_hooks()
         return self._others + [
             layer
@@ -44,19 +45,19 @@ class LeftInAttributes:
         ]
 
     def values(self) -> list[Any]:
-        """Tensors, and collections that may hold some."""
+        """Tensors, and collections that may contain tensors."""
         return [
             value
             for module in self.modules
             for name, value in vars(module).items()
-            if name[0] != "_" and isinstance(value, _KEPT)
+            if name[0] != "_" and isinstance(value, Tensor | list | tuple | dict)
         ]
 
 
 def hook_outputs(output: Any, hook: Hook, whose: str) -> int:
-    """Hooks the tensors that a unit, or the model, made; returns how many tensors have a history at all.
+    """Hooks the tensors that a unit or the model made. Returns how many tensors have a ``grad_fn``.
 
-    One that it only passes on belongs to who made it.
+    A tensor that was hooked before is left alone: a unit that only passes a tensor on did not make it.
     """
     found = 0
     for tensor in tensors_in(output):

@@ -1,21 +1,22 @@
-"""When gradients are reduced, and how ranks stay together while they differ in what they used.
+"""When gradients are reduced, and how ranks stay together although they use different parameters.
 
-- Every backward pass reduces every flat once, in one order that all ranks share: the reverse of rank 0's first forward
-  (of ``modules()`` until that is known). A flat goes as soon as it is ready and all before it have gone; what is left
-  goes when backward ends.
-- Ready means complete, except where parameters are shards: there a backward gathers too, and a rank that waits for
-  another's gradient while that one waits for a gather would hang. So there ready means that the backward of the next
-  unit has begun, which happens at the same point on all ranks whatever parameters they used.
-- Once a step the ranks agree (one small all-reduce) on which parameters anybody used, which flats hold gradients that
-  came too late, and that all of them did the same operations. Gradients that came too late are reduced then, in
-  ``step()``. A flat that was ever incomplete waits from then on for the end of backward, so that it holds up no other,
-  and one that nobody used is left out until somebody does.
+- Every backward reduces every flat once. All ranks reduce in the same order: the reverse of rank 0's first forward, or
+  of ``modules()`` until that forward is known. A flat is reduced as soon as it is ready and all flats before it in the
+  order are reduced. The remaining flats are reduced when backward ends.
+- A flat is ready when all its gradients have come. Stage 3 is different, because there a backward gathers too: if one
+  rank waited for a gradient and another rank for a gather, both would hang. So in stage 3 a flat is ready when the
+  backward of the next unit begins. That happens at the same point on all ranks, whatever parameters they used.
+- Once a step the ranks agree, with one small all-reduce: which parameters any rank used, which flats have gradients
+  that came too late, and whether all ranks did the same operations. Late gradients are then reduced in ``step()``.
+- A flat that was incomplete once is *late*: from then on it waits for the end of backward, so that no other flat waits
+  for it. A flat that no rank used is *idle*: it is left out until a rank uses it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from ..comm.fabric import DisagreementError, Fabric
 from ..comm.lane import Lane
@@ -32,19 +33,25 @@ class Reducer:
     def __init__(self, units: Iterable[Unit], fabric: Fabric, buffers: Buffers, *, by_position: bool) -> None:
         self._fabric, self._buffers = fabric, buffers
         self._by_position = by_position
+        """Flats are ready by the position of backward, not when they are complete: stage 3."""
         self.flats = [flat for unit in units for flat in unit.trainable_flats]
+        self.gradients = [flat.gradient for flat in self.flats]
         self.order: list[Flat]
-        """In which flats are reduced; updates are published in the reverse of it. The same on all ranks."""
+        """The order in which flats are reduced. Updates are published in the reverse order. Equal on all ranks."""
         self._set_order(self.flats[::-1])
         self._proposal: list[Flat] | None = None
         self._ordered = False
         self._late: set[Flat] = set()
         self._idle: set[Flat] = set()
         self._early = self.order
+        """Flats that are reduced as soon as they are ready: neither late nor idle."""
         self._position = 0
-        self._passed: set[Flat] = set()
+        """How many of the early flats are reduced."""
+        self._ready: set[Flat] = set()
         self._incomplete: set[Flat] = set()
+        """Early flats that were reduced in this step before all their gradients had come."""
         self._inflight: deque[FlatGradient] = deque()
+        self._most_inflight = IN_FLIGHT if fabric.data_parallel > 1 else 1  # alone there is nothing to wait for
         self._backwards = 0
         self._agreed = False
         self.synchronous = True
@@ -54,12 +61,8 @@ class Reducer:
         self.stop_agreed = False
         """Some rank wanted training to end when the ranks last agreed. The same on all ranks."""
 
-    @property
-    def gradients(self) -> list[FlatGradient]:
-        return [flat.gradient for flat in self.flats]
-
     def propose_order(self, forward: list[Unit]) -> None:
-        """Takes note of the first forward pass; rank 0's becomes the order of all in the first agreement."""
+        """Remembers the order of the first forward. In the first agreement all ranks take rank 0's order."""
         if self._proposal is None:
             met = dict.fromkeys(flat for unit in forward for flat in unit.trainable_flats)
             missed = [flat for flat in self.flats if flat not in met]
@@ -78,7 +81,7 @@ class Reducer:
         self.order, self._publishing_order = order, order[::-1]
 
     def publishing_order(self) -> list[Flat]:
-        """In which updates are published: that in which forward needs them. The same list until the order changes."""
+        """The order in which updates are published and forward needs them. A new list only if the order changes."""
         return self._publishing_order
 
     def begin_backward(self) -> None:
@@ -89,41 +92,36 @@ class Reducer:
             gradient.begin_backward()
 
     def passed(self, unit: Unit) -> None:
-        """The backward of another unit has begun, so this unit's is over."""
+        """The backward of another unit has begun, so the backward of this unit is over."""
         if self._by_position:
-            self._passed.update(unit.trainable_flats)
-            self._advance()
+            self._advance(unit.trainable_flats)
 
     def completed(self, flat: Flat) -> None:
-        """All parameters of a flat have their gradients."""
+        """All gradients of a flat have come."""
         if not self._by_position:
-            self._passed.add(flat)
-            self._advance()
+            self._advance([flat])
 
     def end_backward(self) -> None:
         if self.synchronous:
-            self._passed.update(self._early)
-            self._advance()
+            self._advance(self._early)
             for flat in self.order:
                 if flat in self._late and flat not in self._idle:
                     self._reduce(flat)
-            self._position = 0
-        self._passed.clear()
+        self._begin_order()
         for flat in self.flats:
             if flat.home.takes_early:
                 flat.gradient.settle()
             flat.gradient.show()
 
     def agree(self) -> bool:
-        """Brings all ranks to the same averaged gradients and the same list of used parameters. In ``step()``.
+        """Brings all ranks to the same averaged gradients and the same list of used parameters. Part of ``step()``.
 
-        Returns whether anything is new since the last agreement.
+        Returns False if nothing has changed since the last agreement.
         """
         hide_all(self.gradients)
         if self._agreed:
             return False
-        self._position = 0
-        self._passed.clear()
+        self._begin_order()
         self.stop_agreed = self.stop_asked
         if self._fabric.world > 1:
             self._compare()
@@ -136,26 +134,28 @@ class Reducer:
         for gradient in self.gradients:
             gradient.settle()
         self._incomplete.clear()
-        self._agreed = True  # not before: a step that failed on the way here is agreed on again
+        self._agreed = True  # last, so that the ranks agree again if a step failed before this line
         return True
 
-    def show(self) -> None:
-        for gradient in self.gradients:
-            gradient.show()
-
     def clear(self) -> None:
-        self._position = 0
-        self._passed.clear()
+        """Forgets all gradients."""
+        self._begin_order()
         self._inflight.clear()
         self._incomplete.clear()
         self._agreed = False
         for gradient in self.gradients:
             gradient.clear()
 
-    def _advance(self) -> None:
+    def _begin_order(self) -> None:
+        self._position = 0
+        self._ready.clear()
+
+    def _advance(self, ready: Iterable[Flat]) -> None:
+        """Reduces the flats whose turn has come, now that some more are ready."""
+        self._ready.update(ready)
         while self.synchronous and self._position < len(self._early):
             flat = self._early[self._position]
-            if flat not in self._passed:
+            if flat not in self._ready:
                 return
             self._position += 1
             if not flat.gradient.complete:
@@ -166,47 +166,49 @@ class Reducer:
         gradient = flat.gradient
         gradient.reduce()
         self._inflight.append(gradient)
-        while len(self._inflight) >= (
-            IN_FLIGHT if self._fabric.data_parallel > 1 else 1
-        ):  # alone there is nothing to wait for
+        while len(self._inflight) >= self._most_inflight:
             self._inflight.popleft().settle()
+
+    # -- agreement ------------------------------------------------------------------------------------------------
 
     def _compare(self) -> None:
         """Makes the one agreement of a step: the maximum over the ranks of small integers.
 
-        A pair (x, -x) tells whether all ranks have the same x.
+        All ranks have the same x if the maximum of x is minus the maximum of -x.
         """
         lanes = self._fabric.lanes
-        asked = [self.stop_asked, self._buffers.look()]
-        alone = self._fabric.model.world == 1  # else buffers may be of a rank's part of the model
-        same = [self._backwards, *(lane.hash for lane in lanes), self._buffers.shapes if alone else 0]
-        flats = self.order
-        used = [mark for flat in flats for mark in flat.gradient.used]
-        waiting = [flat.gradient.unreduced for flat in flats]
-        partial = [flat in self._incomplete for flat in flats]
-        values = [*same, *(-value for value in same), *asked, *used, *waiting, *partial]
-        agreed = deque(self._fabric.maximum([int(value) for value in values]))
+        written = self._buffers.look()
+        # Tensor-parallel ranks may have buffers of different shapes, because each has a part of the model.
+        shapes = self._buffers.shapes if self._fabric.model.world == 1 else 0
+        same = [self._backwards, shapes, *(lane.hash for lane in lanes)]
+        values = [*same, *(-value for value in same), self.stop_asked, written]
+        for flat in self.order:
+            gradient = flat.gradient
+            values += [*gradient.used, gradient.unreduced, flat in self._incomplete]
+        agreed = iter(self._fabric.maximum([int(value) for value in values]))
 
-        highest = [agreed.popleft() for _ in same]
-        lowest = [-agreed.popleft() for _ in same]
-        if highest[0] != lowest[0]:
+        highest, negated = list(islice(agreed, len(same))), list(islice(agreed, len(same)))
+        differ = [high != -low for high, low in zip(highest, negated, strict=True)]
+        if differ[0]:
             counts = self._fabric.gather_objects(self._backwards)
             raise DisagreementError(
                 f"ranks ran different numbers of backward passes before step(): {_by_rank(counts)}; give every rank "
                 "the same number of micro-batches"
             )
-        self._buffers.uneven = highest[-1] != lowest[-1]
-        for lane, high, low in zip(lanes, highest[1:-1], lowest[1:-1], strict=True):
-            if high != low:
+        for lane, lane_differs in zip(lanes, differ[2:], strict=True):
+            if lane_differs:
                 raise DisagreementError(self._first_difference(lane))
-        self.stop_agreed, self._buffers.differ = bool(agreed.popleft()), bool(agreed.popleft())
-        for flat in flats:
+        self._buffers.uneven = differ[1]
+        self.stop_agreed, self._buffers.differ = bool(next(agreed)), bool(next(agreed))
+        self._idle = set()
+        for flat in self.order:
             gradient = flat.gradient
-            gradient.used = [bool(agreed.popleft()) for _ in gradient.used]
-        for flat in flats:
-            flat.gradient.awaited = bool(agreed.popleft())
-        self._late |= {flat for flat in flats if agreed.popleft()}
-        self._idle = {flat for flat in flats if not any(flat.gradient.used)}
+            gradient.used = [bool(next(agreed)) for _ in gradient.used]
+            gradient.awaited = bool(next(agreed))
+            if next(agreed):
+                self._late.add(flat)
+            if not any(gradient.used):
+                self._idle.add(flat)
 
     def _first_difference(self, lane: Lane) -> str:
         logs = self._fabric.gather_objects(list(lane.log))
@@ -216,5 +218,5 @@ class Reducer:
         return f"ranks did different numbers of collectives ({lane.name}): {_by_rank([len(log) for log in logs])}"
 
 
-def _by_rank(values: Iterable[object]) -> str:
+def _by_rank(values: Sequence[object]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))

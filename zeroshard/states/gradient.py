@@ -110,7 +110,7 @@ class FlatGradient:
         return _Reduction(self._average_between_replicas(pending, out), local, out, complete)
 
     def _average_between_replicas(self, inside: Pending, out: Tensor) -> Pending:
-        lane = self._fabric.between
+        lane = self._fabric.replicas
         if lane.group is None:
             return inside
         if lane.stream is None:

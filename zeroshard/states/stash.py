@@ -18,7 +18,7 @@ class Stash:
     """
 
     def __init__(self, dtype: torch.dtype, accumulate: torch.dtype) -> None:
-        self._dtype, self._accumulate = dtype, torch.promote_types(dtype, accumulate)
+        self._dtype, self._accumulate = dtype, accumulate
         self.values: Tensor | None = None
         self.is_sum = False
         self.factor: Tensor | None = None
@@ -26,11 +26,12 @@ class Stash:
     def add(self, gradient: Tensor, *, is_sum: bool) -> None:
         """Adds one averaged gradient. ``is_sum``: a wider dtype than the parameters' means several micro-batches."""
         if self.values is None:
-            self.is_sum = is_sum and gradient.dtype is not self._dtype and gradient.dtype is self._accumulate
+            self.is_sum = is_sum and gradient.dtype is not self._dtype
             self.values = gradient if self.is_sum else gradient.to(self._dtype)
             return
         if not self.is_sum:
-            self.values, self.is_sum = self.values.to(self._accumulate), True
+            wide = torch.promote_types(self._dtype, self._accumulate)
+            self.values, self.is_sum = self.values.to(wide), True
         self.values.add_(gradient)
 
     def scale(self, factor: Tensor) -> None:

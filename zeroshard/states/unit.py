@@ -45,7 +45,7 @@ class Unit:
             for number, members in enumerate(groups)
         ]
         self.open_blocks = 0
-        """How many ``gathered`` blocks are open that need the unit present."""
+        """How many ``gathered`` blocks are open. The unit stays present meanwhile."""
 
     @property
     def trainable_flats(self) -> list[Flat]:
@@ -82,5 +82,5 @@ def check_no_block_open(units: Iterable[Unit], doing: str) -> None:
     for unit in units:
         if unit.open_blocks:
             raise RuntimeError(
-                f"{doing} inside `with zeroshard.gathered(...)`, which holds {unit.title!r}; leave the block first"
+                f"{doing} inside `with zeroshard.gathered(...)`, which shows {unit.title!r}; leave the block first"
             )

@@ -1,8 +1,8 @@
-"""Writes a rank's part beside training, and on rank 0 completes the checkpoint when all parts are there.
+"""Writes a rank's part while training goes on. On rank 0, completes the checkpoint when all parts are there.
 
-A thread of its own does it, and no collective: ranks see each other's parts in the folder that they share. The
-training thread is told by ``Saving.wait``, where ranks agree on how it went; one that died is noticed there at once,
-one that is slow is waited for.
+``Snapshots`` copies what is to be written into host memory. ``Saving`` writes on a thread of its own, without any
+collective: rank 0 sees the other ranks' parts in the folder that all ranks share. ``Saving.wait`` tells the training
+thread how it went. A rank that died is noticed there at once. A slow rank is waited for.
 """
 
 from __future__ import annotations
@@ -14,33 +14,92 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..comm.fabric import Fabric
-from ..system import compat
-from .claim import Claim, bytes_in
-from .contents import Contents
-from .folder import clear, keep_newest, partial_of, publish, time_after
-from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, TOKEN, CheckpointError, Part, data_file, failure_file, part_file
-from .index import Index, index_json
-from .marker import Marker, read_marker
-from .write import remedy_of, write_json, write_part
+from ..offload.pinned import Block, aligned
+from ..system import compat, machine
+from .contents import Contents, Item
+from .folder import Claim, clear, keep_newest, partial_of, publish, time_after
+from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, CheckpointError, Marker, part_file
+from .read import index_json
+from .write import remedy_of, write_part, write_whole
 
 POLL_SECONDS = 0.005
 SLOWEST_POLL_SECONDS = 0.2
+TURN_SECONDS = 0.5
 EXIT_SECONDS = 60.0
 """How long a process that ends waits for its last save while nothing is written: another rank may be dead."""
+RESERVE = 1 << 28
+"""Bytes of host memory that a snapshot leaves to others."""
 
 
-class Opened(NamedTuple):
-    """The folder that a save writes to."""
+class Snapshots:
+    """Host memory for one snapshot at a time. It is not given back: to pin it again would cost more than to fill it."""
 
-    token: str
-    """A name that no other save has."""
-    claim: Claim | None
-    """On rank 0."""
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._block: Block | None = None
+        self.memory: Tensor | None = None
+
+    def lacking(self, contents: Contents) -> int:
+        """Bytes that this rank has too few; 0 or less if there is room."""
+        present = 0 if self.memory is None else self.memory.numel()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self._fabric.world))
+        return snapshot_bytes(contents) - present - (machine.available_memory() - RESERVE) // local
+
+    def allocate(self, contents: Contents) -> str | None:
+        """Gets the memory. Returns None, or why there is no memory."""
+        size = _copy_bytes(contents)
+        if self.memory is None or self.memory.numel() < size:
+            self.memory = self._block = None
+            try:
+                self._block = Block(size, pinned=self._fabric.device.type == "cuda")
+                self.memory = self._block.take(size, torch.uint8)
+            except Exception as error:  # pinned memory has limits of its own, which no count of free bytes shows
+                return f"{type(error).__name__}: {error}"
+        return None
+
+    def take(self, contents: Contents) -> Contents:
+        """Copies contents into the memory that ``allocate`` got. Training does not touch the copy."""
+        assert self.memory is not None
+        with compat.label("zeroshard.save snapshot"):
+            offset, items = 0, []
+            for entry, read in contents.items:
+                target = self.memory[offset : offset + entry.nbytes].view(entry.dtype)
+                target.copy_(read(), non_blocking=True)
+                items.append(Item(entry, partial(_same, target)))
+                offset += aligned(entry.nbytes)
+            if self._fabric.device.type == "cuda":
+                torch.cuda.synchronize(self._fabric.device)
+        return Contents(items, contents.scalars, contents.values, contents.seat)
+
+
+def snapshot_bytes(contents: Contents) -> int:
+    """Bytes of host memory that a snapshot needs while it is taken."""
+    return _copy_bytes(contents) + contents.joined_bytes
+
+
+def _copy_bytes(contents: Contents) -> int:
+    return sum(aligned(item.entry.nbytes) for item in contents.items)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def wait_on_all(fabric: Fabric, done: threading.Event) -> None:
+    """Waits until an event has happened on every rank. Collective.
+
+    It waits in short turns: each turn finds out whether all ranks are still alive, however long a disk takes.
+    """
+    while fabric.maximum([not done.wait(TURN_SECONDS)])[0]:
+        pass
 
 
 class Saving:
@@ -50,163 +109,127 @@ class Saving:
         self,
         path: Path,
         fabric: Fabric,
-        opened: Opened,
+        token: str,
+        claim: Claim | None,
         contents: Contents,
-        *,
         steps: int,
         keep: int | None,
     ) -> None:
         self.path = path
-        self._fabric, self._token, self._steps, self._keep = fabric, opened.token, steps, keep
-        self._claim = opened.claim
+        self._fabric, self._token, self._claim, self._steps, self._keep = fabric, token, claim, steps, keep
+        self._folder = partial_of(path, token)
         self._contents: Contents | None = contents
-        self._done = threading.Event()
-        self._abandoned = threading.Event()
+        self._done, self._abandoned = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._told = False
-        self._agreed, self._given_up = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="zeroshard checkpoint", daemon=True)
-        self._thread.start()
-        _unfinished.add(self)
 
     def begin(self) -> None:
-        """All ranks are ready. Not before: a writer would take their time from those that still agree."""
-        self._agreed.set()
+        """Begins to write. All ranks are ready: before, a writer would take their time."""
+        _unfinished.add(self)
+        try:
+            threading.Thread(target=self._run, name="zeroshard checkpoint", daemon=True).start()
+        except RuntimeError as error:  # no thread
+            self._fail(error)
+            self._end()
 
     @property
     def done(self) -> bool:
-        """Whether this rank has nothing left to do; on rank 0, whether the checkpoint is complete, or failed."""
+        """True if this rank has nothing left to do. On rank 0: if the checkpoint is complete, or failed."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Until the checkpoint is complete. Collective: call it on all ranks. Raises what went wrong on any."""
+        """Waits until the checkpoint is complete. Collective. Raises what went wrong on any rank."""
         if self._told:
             return
         with compat.label("zeroshard.save wait"):
-            # In short turns: every one finds out whether all ranks are still alive, however long the disk takes.
-            while self._fabric.maximum([not self._done.wait(0.5)])[0]:
-                pass
+            wait_on_all(self._fabric, self._done)
         self._told = True
         _unfinished.discard(self)
         problems = self._fabric.gather_objects(None if self._error is None else _tell(self._error))
         if self._fabric.rank == 0 and any(problem is not None for problem in problems):
-            clear(partial_of(self.path, self._token))  # all ranks are done: a full disk would stay full
+            clear(self._folder)  # all ranks are done: a full disk would stay full
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise CheckpointError(f"{self.path} was not saved: rank {rank}: {problem}") from self._error
 
     def finish_at_exit(self) -> None:
         """Waits without the other ranks, and says on stderr what went wrong."""
-        if not self._agreed.is_set():  # interrupted before all were ready
-            self.give_up()
         written, since = -1, time.monotonic()
         while not self._done.wait(SLOWEST_POLL_SECONDS):
-            if (now := bytes_in(partial_of(self.path, self._token))) != written:
+            if (now := _bytes_in(self._folder)) != written:
                 written, since = now, time.monotonic()
             elif time.monotonic() - since > EXIT_SECONDS:
                 self.abandon()
         if self._error is not None and not self._told:
             print(f"zeroshard: {self.path} was not saved: {_tell(self._error)}", file=sys.stderr)
             if self._fabric.rank == 0:
-                clear(partial_of(self.path, self._token))
+                clear(self._folder)
 
     def abandon(self) -> None:
-        """Waits for other ranks no longer; the checkpoint stays incomplete if their parts are not there."""
+        """Stops waiting for other ranks. The checkpoint stays incomplete if their parts are not there."""
         self._abandoned.set()
-
-    def give_up(self) -> None:
-        """Ends it where another rank could not begin, which all have been told."""
-        self._given_up = True
-        self._agreed.set()
-        self._done.wait()
-        self._told = True
-        _unfinished.discard(self)
 
     # -- on the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        rank, folder = self._fabric.rank, partial_of(self.path, self._token)
-        self._agreed.wait()
         try:
-            if self._given_up:
-                raise CheckpointError("another rank could not begin")
             contents, self._contents = self._contents, None
             assert contents is not None
-            write_part(folder, self._token, rank, contents.held, contents.scalars, contents.values)
+            write_part(self._folder, self._token, self._fabric.rank, contents)
             del contents
-            if rank == 0:
-                self._complete(folder)
+            if self._fabric.rank == 0:
+                self._complete()
         except BaseException as error:
-            self._error = error
-            if rank != 0 and not self._given_up:  # then rank 0 knows, and may be removing the folder
-                self._tell_rank_zero(folder, error)
+            self._fail(error)
         finally:
-            if self._claim is not None:
-                self._claim.release()
-            self._done.set()
+            self._end()
 
-    def _tell_rank_zero(self, folder: Path, error: BaseException) -> None:
-        try:  # whole or not at all: rank 0 may look at any moment
-            temporary = folder / f".{failure_file(self._fabric.rank)}.tmp"
-            temporary.write_text(_tell(error))
-            temporary.replace(folder / failure_file(self._fabric.rank))
-        except OSError:  # a full disk has no room for that either: an empty file will do
+    def _end(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+        self._done.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Remembers an error, and tells rank 0 in place of this rank's part."""
+        self._error = error
+        if self._fabric.rank != 0:
+            file = self._folder / part_file(self._fabric.rank)
             try:
-                (folder / failure_file(self._fabric.rank)).touch()
+                write_whole(file, json.dumps({"failed": _tell(error)}).encode(), durable=False)
             except OSError:
-                print(f"zeroshard: {self.path} was not saved: {_tell(error)}", file=sys.stderr)
+                try:
+                    file.touch()  # a full disk has room for an empty file
+                except OSError:
+                    print(f"zeroshard: {self.path} was not saved: {_tell(error)}", file=sys.stderr)
 
-    def _complete(self, folder: Path) -> None:
-        parts = [self._await_part(folder, rank) for rank in range(self._fabric.world)]
-        index = index_json(self._token, parts, {"world": self._fabric.world, "steps": self._steps})
-        Index(folder, self._token, [Part.from_json(part) for part in parts]).check()
-        write_json(folder / INDEX, index)
-        self._check_untouched(folder, parts)
+    def _complete(self) -> None:
+        folder = self._folder
+        index = index_json(self._token, [self._await_part(rank) for rank in range(self._fabric.world)])
+        write_whole(folder / INDEX, index)
+        for rank in range(self._fabric.world):
+            (folder / part_file(rank)).unlink()
         marker = Marker.of(index, self._steps, time_after(self.path.parent, time.time_ns()))
-        write_json(folder / MARKER, marker.to_json())
-        if read_marker(folder) != marker:  # before an older one makes way for it
-            raise CheckpointError(f"{folder / MARKER} does not read back as it was written")
-        (folder / TOKEN).unlink(missing_ok=True)
+        write_whole(folder / MARKER, marker.to_json())
         publish(folder, self.path)
         (self.path / CLAIM).unlink(missing_ok=True)
         if self._keep is not None:
             keep_newest(self.path, self._keep)
 
-    def _check_untouched(self, folder: Path, parts: Sequence[dict[str, Any]]) -> None:
-        """Another job that saves to the same path clears the folder: then this must not be called complete."""
-        try:
-            same = (folder / TOKEN).read_text() == self._token and all(
-                (folder / data_file(rank)).stat().st_size == part["size"] for rank, part in enumerate(parts)
-            )
-        except OSError:
-            same = False
-        if not same:
-            raise CheckpointError(f"{folder} was changed while it was written; does another job save to {self.path}?")
-
-    def _await_part(self, folder: Path, rank: int) -> dict[str, Any]:
-        pause = POLL_SECONDS
-        while not (folder / part_file(rank)).exists():
-            if (folder / failure_file(rank)).exists():
-                why = (folder / failure_file(rank)).read_text() or "it could not write its part"
-                raise CheckpointError(f"rank {rank} failed: {why}")
+    def _await_part(self, rank: int) -> Any:
+        file, pause = self._folder / part_file(rank), POLL_SECONDS
+        while not file.exists():
             if self._abandoned.wait(pause):
                 raise CheckpointError(f"rank {rank} has not written its part")
             pause = min(2 * pause, SLOWEST_POLL_SECONDS)
-        with open(folder / part_file(rank), "rb") as file:
-            part: dict[str, Any] = json.loads(file.read(LARGEST_JSON))
-        if part["checkpoint"] != self._token:
-            raise CheckpointError(f"{folder / part_file(rank)} belongs to another checkpoint")
+        with open(file, "rb") as opened:
+            text = opened.read(LARGEST_JSON)
+        part = json.loads(text) if text else {"failed": "it could not write its part"}
+        if "failed" in part:
+            raise CheckpointError(f"rank {rank} failed: {part['failed']}")
         return part
 
 
 _unfinished: weakref.WeakSet[Saving] = weakref.WeakSet()
-
-
-def check_not_writing(path: Path) -> None:
-    """Raises if a save of this process to the same path, of another model, goes on."""
-    for saving in list(_unfinished):
-        if not saving.done and os.path.realpath(saving.path) == os.path.realpath(path):
-            raise CheckpointError(f"{path} is still being written by another save; wait() for that one first")
 
 
 def abandon_all() -> None:
@@ -227,19 +250,9 @@ def _tell(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{remedy_of(error)}"
 
 
-class Latest:
-    """The save that a model began last. The next one waits for it: a slow disk holds up training, not memory."""
-
-    def __init__(self) -> None:
-        self._saving: Saving | None = None
-
-    def wait(self, say: Callable[[str], None]) -> None:
-        """Back-pressure. Collective."""
-        if self._saving is not None:
-            if not self._saving.done:
-                say(f"zeroshard: {self._saving.path} is still being written, and is waited for")
-            saving, self._saving = self._saving, None
-            saving.wait()
-
-    def begin(self, saving: Saving) -> None:
-        self._saving = saving
+def _bytes_in(folder: Path) -> int:
+    """Another number whenever something was written into a folder."""
+    try:
+        return sum(entry.stat().st_size + 1 for entry in folder.iterdir())
+    except OSError:  # the folder was renamed or removed
+        return 0

@@ -1,15 +1,17 @@
 """What there is to save of a sharded model: which ranges this rank writes, and everything that is no range.
 
-Every element is written once, by a rank that has it anyway: where states are whole on every rank (stage 0), or on
+Every element is written once, by a rank that has it anyway. Where states are whole on every rank (stage 0), or on
 several (the replicas of a mesh), the ranks divide the writing.
 
-A 16-bit parameter that a master stands behind is not written: it is that master, rounded. Only where a delayed update
-waits to be published do both count, for the next step still runs on the older one.
+A 16-bit parameter with a master is not written: it is that master, rounded. Only where a delayed update waits to be
+published are both written, because the next step still runs on the older one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,41 +21,58 @@ from torch import Tensor, nn
 from ..comm import parallel
 from ..comm.fabric import Fabric
 from ..config.layout import Piece, Range
+from ..config.table import Place
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime
 from ..states.flat import Flat
 from . import random_state
-from .boxes import Region, numel_of, whole_box
-from .describe import describe
-from .format import BUFFER, SAFETENSORS, SHOWN, VALUE, state_kind, tensor_kind
-from .names import name_of
+from .format import BUFFER, SAFETENSORS, SHOWN, VALUE, Entry, state_kind, tensor_kind
+from .regions import Region, whole
 from .values import SMALL_BYTES, EncodingError, encode
-from .write import Held
+
+WORDS = {"module": "the model's extra state", "shared": "the optimizer's settings"}
+"""What messages call a value, where the value's name in the index says too little."""
+
+
+class Item(NamedTuple):
+    """A range that this rank writes."""
+
+    entry: Entry
+    """What the range is. Its place in the file and its checksums are filled in when it is written."""
+    read: Callable[[], Tensor]
+    """Returns the elements, 1-D, contiguous and of the entry's dtype, on any device. Called once, in order."""
 
 
 class Contents(NamedTuple):
     """What one rank writes."""
 
-    held: list[Held]
+    items: list[Item]
     scalars: dict[str, Any]
     values: dict[str, Any]
+    seat: random_state.Seat
     joined_bytes: int = 0
-    """Host memory that reading takes beside: the largest master that is split, put together."""
+    """Host memory that reading needs besides: the largest master that is stored in two halves, put together."""
 
 
-def region_of(flat: Flat, slot: int, start: int, stop: int) -> Region:
-    """Which elements of a parameter a range of its slot holds."""
-    place = flat.layout.slots[slot]
-    if place.box is None:
-        return Region(whole_box(place.shape), start, stop)
-    box = tuple((low, low + size) for low, size in zip(place.box.offsets, place.shape, strict=True))
-    return Region(box, start, stop)
+def name_of(name: str) -> str:
+    """A parameter's name without what ``torch.compile`` adds to it.
+
+    >>> name_of("blocks.0._orig_mod.weight")
+    'blocks.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def region_of(flat: Flat, piece: Piece) -> Region:
+    """The elements of the parameter that a piece of a flat has."""
+    slot = flat.layout.slots[piece.slot]
+    return Region.of_part(slot.box, slot.shape, piece.start, piece.stop)
 
 
 def written_range(flat: Flat, fabric: Fabric) -> Range:
-    """The range of a flat that this rank writes: its shard, or its share of it where other ranks have the same."""
-    shard, replicas, mine = flat.shard_range, fabric.between.world, fabric.between.rank
-    if not flat.divided:  # then every rank of tensor parallelism has it
+    """The range of a flat that this rank writes: its shard, or its share of a shard that other ranks have too."""
+    shard, replicas, mine = flat.shard_range, fabric.replicas.world, fabric.replicas.rank
+    if not flat.divided:  # every rank of tensor parallelism has the same
         replicas, mine = replicas * fabric.model.world, mine * fabric.model.world + fabric.model.rank
     return Range(
         shard.start + shard.numel * mine // replicas,
@@ -69,45 +88,42 @@ def collect(
     runtime.check_no_block_open("save()")
     if runtime.optimizer is not None:
         runtime.optimizer.settle("save()")
-    large: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> str:
-        large.append(tensor)
-        return f"#{len(large) - 1}"
-
-    held: list[Held] = []
+    items: list[Item] = []
     masters = _Masters()
     scalars: dict[str, Any] = {}
     for unit in runtime.units:
         for flat in unit.flats:
             flat.check_unwritten()
-            held += _values_of(flat, fabric, masters)
+            items += _values_of(flat, fabric, masters)
             if optimizer is not None and flat.trainable:
-                held += _states_of(flat, fabric, optimizer)
+                items += _states_of(flat, fabric, optimizer)
                 scalars |= _scalars(flat, optimizer)
-    values: dict[str, Any] = {
-        "random": encode(random_state.read(fabric.device), "the random state", keep),
-        "place": list(random_state.Seat.of(fabric)),
-    }
+    items += [_whole(name, BUFFER, buffer) for name, buffer in buffers_of(runtime) if writes_buffer(buffer, fabric)]
+    others: dict[str, Any] = {"random": random_state.read(fabric.device)}
     if loader is not None:
-        values["loader"] = encode(_state_dict(loader, "loader"), "loader", keep)
-    held += [_whole(name, BUFFER, buffer) for name, buffer in buffers_of(runtime) if writes_buffer(buffer, fabric)]
+        others["loader"] = _state_dict(loader, "loader")
     if fabric.rank == 0:
-        values |= {
-            "about": encode(describe(runtime), "the description of the model", keep),
-            "shared": encode(_shared(runtime, optimizer), "the optimizer's settings", keep),
-            "module": encode(extra_states_of(runtime), "the model's extra state", keep),
-            "extra": encode(extra, "extra", keep),
-        }
+        others |= {"about": _about(runtime), "shared": _shared(runtime, optimizer), "extra": extra}
+        others["module"] = extra_states_of(runtime)
         if scheduler is not None:
-            values["scheduler"] = encode(_state_dict(scheduler, "scheduler"), "scheduler", keep)
-    held += [_whole(f"#{number}", tensor_kind(fabric.rank), tensor) for number, tensor in enumerate(large)]
-    held.sort(key=lambda piece: -piece.dtype.itemsize)  # so that every range lies on a multiple of its elements
-    return Contents(held, scalars, values, masters.largest)
+            others["scheduler"] = _state_dict(scheduler, "scheduler")
+    values = {}
+    for name, value in others.items():
+        large: list[Tensor] = []
+        values[name] = encode(value, WORDS.get(name, name), partial(_aside, name, large))
+        items += [_whole(f"{name}#{n}", tensor_kind(fabric.rank), tensor) for n, tensor in enumerate(large)]
+    items.sort(key=lambda item: -item.entry.dtype.itemsize)  # so that every range lies on a multiple of its elements
+    return Contents(items, scalars, values, random_state.Seat.of(fabric), masters.largest)
+
+
+def _aside(name: str, large: list[Tensor], tensor: Tensor) -> str:
+    """Puts a tensor into a list. Returns a name for it."""
+    large.append(tensor)
+    return f"{name}#{len(large) - 1}"
 
 
 class _Masters:
-    """Puts masters together that are split, once for all their pieces, and has one at a time."""
+    """Puts masters together that are stored in two halves, one at a time, and each once for all its pieces."""
 
     def __init__(self) -> None:
         self._flat: Flat | None = None
@@ -120,54 +136,57 @@ class _Masters:
             self.largest = max(self.largest, flat.own.numel * flat.master_dtype.itemsize)
 
     def of(self, flat: Flat) -> Tensor:
-        """This flat's; pieces of a flat are read one after the other, as they are listed."""
+        """This flat's master. The pieces of a flat are read one after the other."""
         if self._values is None or self._flat is not flat:
             self._flat = self._values = None
             self._flat, self._values = flat, flat.home.master()
         return self._values
 
 
-def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Held]:
-    if fabric.rank == 0:
-        yield from _without_elements(flat)
+def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Item]:
     part = written_range(flat, fabric)
     pieces = flat.layout.pieces(part)
+    if fabric.rank == 0:  # parameters without elements have no piece; they are written all the same
+        dtype = flat.master_dtype if flat.trainable else flat.dtype
+        for slot in flat.layout.slots:
+            if 0 in slot.whole_shape:
+                region = Region(whole(slot.whole_shape), 0, 0)
+                yield _item(name_of(slot.name), VALUE, slot.whole_shape, region, torch.empty(0, dtype=dtype))
     if not flat.trainable:
-        at_rest = partial(getattr, flat, "parameters_at_rest")
-        into_kept = part.start - flat.at_rest.start
-        for piece in pieces:
-            yield _held(flat, piece, VALUE, flat.dtype, partial(_slice, at_rest, into_kept + piece.offset, piece))
+        yield from _pieces(
+            flat, pieces, VALUE, flat.dtype, lambda: flat.parameters_at_rest, part.start - flat.at_rest.start
+        )
         return
     masters.expect(flat)
-    master = partial(masters.of, flat)
-    into_own = part.start - flat.own.start
-    for piece in pieces:
-        yield _held(flat, piece, VALUE, flat.master_dtype, partial(_slice, master, into_own + piece.offset, piece))
+    offset = part.start - flat.own.start
+    yield from _pieces(flat, pieces, VALUE, flat.master_dtype, partial(masters.of, flat), offset)
     if flat.home.held:
-        shown = flat.home.shown
-        for piece in pieces:
-            yield _held(flat, piece, SHOWN, flat.dtype, partial(_slice, shown, into_own + piece.offset, piece))
+        yield from _pieces(flat, pieces, SHOWN, flat.dtype, flat.home.shown, offset)
 
 
-def _without_elements(flat: Flat) -> Iterator[Held]:
-    """Parameters that no range has a piece of; they are written all the same, as the model has them."""
-    dtype = flat.master_dtype if flat.trainable else flat.dtype
-    for slot in flat.layout.slots:
-        box = whole_box(slot.whole_shape)
-        if numel_of(box) == 0:
-            empty = partial(torch.empty, 0, dtype=dtype)
-            yield _storable(Held(name_of(slot.name), VALUE, slot.whole_shape, Region(box, 0, 0), dtype, empty))
+def _pieces(
+    flat: Flat, pieces: Sequence[Piece], kind: str, dtype: torch.dtype, values: Callable[[], Tensor], offset: int
+) -> Iterator[Item]:
+    """The pieces of a range that begins at ``offset`` in the values."""
+
+    def read(piece: Piece) -> Tensor:
+        return values()[offset + piece.offset :][: piece.numel]
+
+    for piece in pieces:
+        slot = flat.layout.slots[piece.slot]
+        entry = Entry(name_of(slot.name), kind, slot.whole_shape, region_of(flat, piece), dtype)
+        yield _storable(Item(entry, partial(read, piece)))
 
 
-def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Iterator[Held]:
+def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Iterator[Item]:
     owners = {piece.slot: piece for piece in flat.pieces}
     for piece in flat.layout.pieces(written_range(flat, fabric)):
-        owner = owners[piece.slot]
+        owner, slot = owners[piece.slot], flat.layout.slots[piece.slot]
         tensor = flat.pieces[owner]
         for name, value in optimizer.piece_states.of(tensor).items():
             if is_elementwise(value, tensor):
-                part_of = value[piece.start - owner.start :][: piece.numel]
-                yield _held(flat, piece, _kind_of_state(name), value.dtype, partial(_itself, part_of))
+                state = value[piece.start - owner.start :][: piece.numel]
+                yield _item(name_of(slot.name), _kind_of_state(name), slot.whole_shape, region_of(flat, piece), state)
 
 
 def _kind_of_state(name: object) -> str:
@@ -177,7 +196,7 @@ def _kind_of_state(name: object) -> str:
 
 
 def is_elementwise(value: object, piece: Tensor) -> bool:
-    """Whether a state has one element for each of the piece's; the others belong to the parameter as a whole."""
+    """True if a state has one element for each of the piece's. Other states belong to the parameter as a whole."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.shape
 
 
@@ -199,57 +218,39 @@ def _too_large(name: str, tensor: Tensor) -> str:
     )
 
 
-def _held(flat: Flat, piece: Piece, kind: str, dtype: torch.dtype, read: Callable[[], Tensor]) -> Held:
-    slot = flat.layout.slots[piece.slot]
-    region = region_of(flat, piece.slot, piece.start, piece.stop)
-    return _storable(Held(name_of(slot.name), kind, slot.whole_shape, region, dtype, read))
+def _storable(item: Item) -> Item:
+    """Refuses a dtype that safetensors has no name for."""
+    name, kind, _, _, dtype, *_ = item.entry
+    if dtype not in SAFETENSORS:
+        raise EncodingError(
+            f"{'parameter' if kind == VALUE else kind} {name!r} is of {dtype}, which a checkpoint cannot hold; "
+            "store it in another dtype, or as a buffer of its bits, view(torch.uint8) (complex numbers also as "
+            "torch.view_as_real()), or register a buffer with persistent=False"
+        )
+    return item
 
 
-def _storable(held: Held) -> Held:
-    """Checked: safetensors has names for some dtypes only."""
-    if held.dtype not in SAFETENSORS:
-        remedy = {
-            VALUE: "make it a buffer of its bits, parameter.view(torch.uint8)",
-            BUFFER: "keep it in another form, such as torch.view_as_real() for complex numbers, or its bits, "
-            "buffer.view(torch.uint8); or register it with persistent=False",
-        }.get(held.kind, "keep it in another dtype")
-        what = "parameter" if held.kind == VALUE else held.kind
-        raise EncodingError(f"{what} {held.name!r} is of {held.dtype}, which a checkpoint cannot hold; {remedy}")
-    return held
+def _item(name: str, kind: str, shape: tuple[int, ...], region: Region, values: Tensor) -> Item:
+    """A range of a tensor that is there."""
+    return _storable(Item(Entry(name, kind, shape, region, values.dtype), lambda: values.detach().reshape(-1)))
 
 
-def _whole(name: str, kind: str, tensor: Tensor) -> Held:
+def _whole(name: str, kind: str, tensor: Tensor) -> Item:
     """A tensor that is not in a flat: all that this rank has of it."""
-    read = partial(_flattened, parallel.local(tensor))
-    return _storable(Held(name, kind, tuple(tensor.shape), local_region(tensor), tensor.dtype, read))
+    return _item(name, kind, tuple(tensor.shape), local_region(tensor), parallel.local(tensor))
 
 
 def local_region(tensor: Tensor) -> Region:
-    """Which elements of a tensor this rank has: all of them, unless it is a DTensor."""
-    part, box = parallel.local(tensor), parallel.box_of(tensor)
-    if box is None:
-        return Region(whole_box(tuple(tensor.shape)), 0, tensor.numel())
-    sides = tuple((low, low + size) for low, size in zip(box.offsets, part.shape, strict=True))
-    return Region(sides, 0, part.numel())
+    """The elements of a tensor that this rank has: all of them, unless it is a DTensor."""
+    part = parallel.local(tensor)
+    return Region.of_part(parallel.box_of(tensor), part.shape, 0, part.numel())
 
 
 def writes_buffer(buffer: Tensor, fabric: Fabric) -> bool:
-    """Buffers follow rank 0; where tensor parallelism divides one, the first rank that has a part of it."""
+    """Rank 0 writes buffers. A part of a divided buffer is written by the first rank that has it."""
     if parallel.divided(buffer):
-        return fabric.shard_rank == 0 and fabric.between.rank == 0
+        return fabric.shard_rank == 0 and fabric.replicas.rank == 0
     return fabric.rank == 0
-
-
-def _slice(values: Callable[[], Tensor], offset: int, piece: Piece) -> Tensor:
-    return values()[offset : offset + piece.numel]
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _flattened(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)
 
 
 def _state_dict(thing: Any, name: str) -> Any:
@@ -263,28 +264,24 @@ def _state_dict(thing: Any, name: str) -> Any:
 
 def buffers_of(runtime: Runtime) -> list[tuple[str, Tensor]]:
     """The buffers that the model's state dict has, each once."""
+    with runtime.guards.names_only():
+        named: dict[str, Any] = runtime.model.state_dict(keep_vars=True)
+    extra = {f"{name}._extra_state".removeprefix(".") for name in extra_states_of(runtime)}
     parameters = {id(parameter) for parameter in runtime.model.parameters()}
     found: dict[int, tuple[str, Tensor]] = {}
-    for name, value in _named(runtime).items():
-        if isinstance(value, Tensor) and id(value) not in parameters:
+    for name, value in named.items():
+        if isinstance(value, Tensor) and id(value) not in parameters and name_of(name) not in extra:
             found.setdefault(id(value), (name_of(name), value))
     return list(found.values())
 
 
 def extra_states_of(runtime: Runtime) -> dict[str, Any]:
-    """What modules keep besides tensors (``get_extra_state``), by name."""
-    found = {}
-    for name, module in runtime.model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found[name_of(name)] = module.get_extra_state()
-    return found
-
-
-def _named(runtime: Runtime) -> dict[str, Any]:
-    with runtime.guards.names_only():
-        named: dict[str, Any] = runtime.model.state_dict(keep_vars=True)
-    extra = {f"{name}." if name else "" for name in extra_states_of(runtime)}
-    return {name: value for name, value in named.items() if name_of(name).removesuffix("_extra_state") not in extra}
+    """The states of modules that are no tensors (``get_extra_state``), by the module's name."""
+    return {
+        name_of(name): module.get_extra_state()
+        for name, module in runtime.model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _shared(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, Any]:
@@ -304,3 +301,49 @@ def _shared(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, A
         "common": optimizer.piece_states.common(),
         "progress": optimizer.progress(),
     }
+
+
+def _about(runtime: Runtime) -> dict[str, Any]:
+    """A description of the model, so that it can be exported without its code.
+
+    Configuration (Hugging Face's, a dataclass, or none), adapters, and how parameters come from masters.
+    """
+    model: Any = runtime.model
+    adapters = getattr(model, "peft_config", None)
+    inner = model.get_base_model() if adapters is not None and hasattr(model, "get_base_model") else model
+    dtype = runtime.config.precision.parameters
+    flats = [flat for unit in runtime.units for flat in unit.flats]
+    return {
+        "class": type(inner).__name__,
+        "config": _plain(getattr(inner, "config", None)),
+        "generation_config": _plain(getattr(inner, "generation_config", None)),
+        "adapters": None if adapters is None else {str(name): _plain(config) for name, config in adapters.items()},
+        "parameter_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "rounded_on_host": [
+            name_of(slot.name)
+            for flat in flats
+            if flat.trainable and flat.home.place is Place.HOST
+            for slot in flat.layout.slots
+        ],
+    }
+
+
+def _plain(config: Any) -> Any:
+    """A configuration as JSON values; None if there is none, or JSON cannot hold it."""
+    try:
+        if hasattr(config, "to_json_string"):
+            return json.loads(config.to_json_string())
+        if hasattr(config, "to_dict"):
+            return json.loads(json.dumps(config.to_dict(), default=_listed))
+        if dataclasses.is_dataclass(config) and not isinstance(config, type):
+            return json.loads(json.dumps(dataclasses.asdict(config)))
+    except (TypeError, ValueError):
+        return None
+    return None
+
+
+def _listed(value: object) -> Any:
+    """Turns sets, which adapters' configurations have, and enumerations into JSON values."""
+    if isinstance(value, set | frozenset | tuple):
+        return sorted(value, key=str)
+    return str(getattr(value, "value", value))

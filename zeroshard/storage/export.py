@@ -1,13 +1,17 @@
-"""From a checkpoint to a folder as Hugging Face has them: safetensors shards, an index, a configuration.
+"""From a checkpoint to a folder as Hugging Face has it: safetensors shards, an index, a configuration.
 
-Tensor by tensor, in one process, without the model's code or its memory: no more than one tensor is ever whole.
+Tensor by tensor, in one process, without the model's code or its memory: no more than one tensor is ever whole. LoRA
+adapters, as PEFT names them, are taken out alone, or added to the weights that they adapt.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,20 +19,20 @@ import torch
 from torch import Tensor
 
 from ..offload.host_buffers import round_to
-from .boxes import Region, whole_box
-from .checked import check_about, decoded, no_tensor
 from .folder import candidates
-from .format import BUFFER, INDEX, VALUE, CheckpointError
-from .index import Index, read_index
-from .lora import Adapter, Found, adapter_tensors, merged_tensors
-from .output import WEIGHTS, Output
-from .read import Reader
-from .shards import SHARD_BYTES, Shards, Whole, as_json
-from .values import DTYPES
+from .format import BUFFER, VALUE, CheckpointError, InvalidIndexError
+from .output import SHARD_BYTES, WEIGHTS, Output, Shards, Whole, as_json
+from .read import Reader, read_index
+from .regions import Region, whole
+from .validate import check_about
+from .values import NAMED
+
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model that it wraps."""
 
 
-class Made(NamedTuple):
-    """A tensor to be written, made when its turn comes."""
+class Recipe(NamedTuple):
+    """A tensor to be written, and how to make it when its turn comes."""
 
     whole: Whole
     make: Callable[[], Tensor]
@@ -42,44 +46,46 @@ class Source:
         if not found:
             raise CheckpointError(f"{path} holds no complete checkpoint")
         self.folder = found[0]
-        self.index: Index = read_index(self.folder)
-        self.reader = Reader(self.index)
-        self.reader.check_files()
-        file = self.folder / INDEX
-        self.about = check_about(file, decoded(file, self.index.values.get("about"), "about", no_tensor))
-        self._dtype = dtype
+        self._index = read_index(self.folder)
+        self._reader = Reader(self._index)
+        self._reader.check_files()
+        self.about = check_about(self._index)
         self._on_host = set(self.about["rounded_on_host"])
-        named = self.about.get("parameter_dtype")
-        self._trained_in = DTYPES.get(named) if isinstance(named, str) else None
+        self._dtype = dtype or NAMED.get(self.about.get("parameter_dtype") or "")
 
     @property
     def names(self) -> list[str]:
         """Parameters and buffers."""
-        return [name for name, kind in self.index.places if kind in (VALUE, BUFFER)]
+        return [name for name, kind in self._index.places if kind in (VALUE, BUFFER)]
 
     def _kind(self, name: str) -> str:
-        return VALUE if (name, VALUE) in self.index.places else BUFFER
+        return VALUE if (name, VALUE) in self._index.places else BUFFER
 
     def dtype(self, name: str) -> torch.dtype:
-        """In which a tensor is exported: as asked for, or as the model computed with it."""
-        stored = self.index.dtype(name, self._kind(name))
+        """The dtype in which a tensor is exported: the one asked for, or the one that the model computed in."""
+        stored = self._index.dtype(name, self._kind(name))
         if self._kind(name) == BUFFER or not stored.is_floating_point:
             return stored
-        return self._dtype or self._trained_in or stored
+        return self._dtype or stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.index.shape(name, self._kind(name))
+        return self._index.shape(name, self._kind(name))
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A whole tensor; a 16-bit parameter is rounded from its master as the run did it."""
+        """A whole tensor. A 16-bit parameter is rounded from its master as the run did it."""
         kind, shape = self._kind(name), self.shape(name)
-        stored = self.index.dtype(name, kind)
+        stored = self._index.dtype(name, kind)
         flat = torch.empty(math.prod(shape), dtype=stored)
-        self.reader.read(name, kind, Region(whole_box(shape), 0, flat.numel()), flat)
+        self._reader.read(name, kind, Region(whole(shape), 0, flat.numel()), flat)
         wanted = dtype or self.dtype(name)
         if wanted is not stored:
             flat = round_to(flat, wanted) if name in self._on_host and stored is torch.float32 else flat.to(wanted)
         return flat.reshape(shape)
+
+    def recipe(self, name: str, new_name: str, origin: str | None = None) -> Recipe:
+        """Exports a tensor under another name, with the values of ``origin`` if that is given."""
+        dtype = self.dtype(name)
+        return Recipe(Whole(new_name, self.shape(name), dtype), lambda: self.read(origin or name, dtype))
 
 
 def export(
@@ -95,17 +101,17 @@ def export(
     """Writes a model as Hugging Face has them; returns the files.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the newest is taken.
-        out: the folder to write; made if it is not there. It must have no weights yet.
-        dtype: of the parameters; by default that which the model computed in.
+        path: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+        out: the folder to write, which may be new. It must have no weights yet.
+        dtype: the dtype of the parameters. By default the one that the model computed in.
         adapter: write this LoRA adapter alone, for PEFT.
-        merge: write the base with its LoRA adapters added in.
-        shard_bytes: the largest file, unless one tensor is larger.
+        merge: write the base model with its LoRA adapters added in.
+        shard_bytes: the size of the largest file, unless one tensor is larger.
         config: a configuration file to copy, in place of the one that the checkpoint has.
 
     Raises:
-        InvalidIndexError: what the checkpoint says of its model makes no sense.
-        CheckpointError: the checkpoint cannot be read, or the folder not be written; then nothing is left there.
+        InvalidIndexError: the checkpoint's description of its model makes no sense.
+        CheckpointError: the checkpoint cannot be read, or the folder cannot be written. Then nothing is left there.
     """
     source = Source(path, dtype)
     adapters: dict[str, Any] = source.about.get("adapters") or {}
@@ -118,34 +124,33 @@ def export(
         )
     given = None if config is None else config.read_bytes()
     _check_out(out)
-    found: Iterable[Found]
     if adapter is not None:
         alone = Adapter.of(adapters, adapter)
-        found = adapter_tensors(source, alone)
+        recipes = list(adapter_tensors(source, alone))
         configs = {"adapter_config.json": as_json({**alone.config, "inference_mode": True})}
-    elif merge:
-        tied = bool((source.about.get("config") or {}).get("tie_word_embeddings"))
-        found = merged_tensors(source, [Adapter.of(adapters, name) for name in adapters], tied)
     else:
-        found = [(name, source.shape(name), source.dtype(name), _reading(source, name)) for name in source.names]
-    tensors = [Made(Whole(name, shape, of), make) for name, shape, of, make in found]
-    if adapter is None:
-        configs = _configs(source, tensors, given)
+        if merge:
+            tied = bool((source.about.get("config") or {}).get("tie_word_embeddings"))
+            recipes = list(merged_tensors(source, [Adapter.of(adapters, name) for name in adapters], tied))
+        else:
+            recipes = [source.recipe(name, name) for name in source.names]
+        configs = _configs(source, recipes, given)
     with Output(out) as output:
         for name, text in configs.items():
             output.new(name, text)
+        wholes = [recipe.whole for recipe in recipes]
         if adapter is not None:  # PEFT knows no index
-            shards = Shards(output, [tensor.whole for tensor in tensors], sys.maxsize, "adapter_model")
+            shards = Shards(output, wholes, sys.maxsize, "adapter_model")
         else:
-            shards = Shards(output, [tensor.whole for tensor in tensors], shard_bytes)
-        for tensor in tensors:
-            shards.write(tensor.whole.name, tensor.make())
+            shards = Shards(output, wholes, shard_bytes)
+        for recipe in recipes:
+            shards.write(recipe.whole.name, recipe.make())
         shards.finish()
     return output.files
 
 
 def _check_out(out: Path) -> None:
-    """Of two models in a folder, whoever loads it takes one: an older one must go first, and not by our hand."""
+    """The folder must have no model: of two models in a folder, nobody knows which one is loaded."""
     for file in sorted(out.iterdir()) if out.exists() else ():
         if WEIGHTS.fullmatch(file.name):
             raise CheckpointError(
@@ -153,22 +158,140 @@ def _check_out(out: Path) -> None:
             )
 
 
-def _reading(source: Source, name: str) -> Callable[[], Tensor]:
-    return lambda: source.read(name)
-
-
-def _configs(source: Source, tensors: Sequence[Made], given: bytes | None) -> dict[str, bytes]:
-    """What is to be written beside the weights, by name."""
+def _configs(source: Source, recipes: Sequence[Recipe], given: bytes | None) -> dict[str, bytes]:
+    """The files to write beside the weights, by name."""
     if given is not None:
         return {"config.json": given}
     config = source.about.get("config")
     if config is None:
         return {}
-    if "model_type" in config:  # one of transformers'
-        dtypes = {tensor.whole.dtype for tensor in tensors if tensor.whole.dtype.is_floating_point}
+    if "model_type" in config:  # of transformers
+        dtypes = {recipe.whole.dtype for recipe in recipes if recipe.whole.dtype.is_floating_point}
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         config = {**config, "architectures": [source.about["class"]], "dtype": str(widest).removeprefix("torch.")}
     files = {"config.json": as_json(config)}
     if source.about.get("generation_config") is not None:
         files["generation_config.json"] = as_json(source.about["generation_config"])
     return files
+
+
+# -- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter and its configuration."""
+
+    name: str
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, adapters: Mapping[str, Any], name: str) -> Adapter:
+        """The adapter of this name. Raises CheckpointError if there is none, or it is no LoRA."""
+        if name not in adapters:
+            raise CheckpointError(f"there is no adapter {name!r}; there are {', '.join(adapters)}")
+        config = adapters[name]
+        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+            kind = config.get("peft_type") if isinstance(config, dict) else config
+            raise CheckpointError(f"adapter {name!r} is {kind}, and only LoRA is exported; save it with PEFT instead")
+        _check_scales(name, config)
+        return cls(name, config)
+
+    def scale(self, module: str) -> float:
+        """The factor of the product of the adapter's matrices."""
+        rank = _by_pattern(self.config.get("rank_pattern"), module, self.config["r"])
+        alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config["lora_alpha"])
+        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
+
+
+def _check_scales(name: str, config: Mapping[str, Any]) -> None:
+    """Ranks and alphas must be numbers, and their patterns regular expressions."""
+    for key in ("r", "lora_alpha"):
+        patterns = config.get({"r": "rank_pattern"}.get(key, "alpha_pattern")) or {}
+        if not isinstance(patterns, dict):
+            raise InvalidIndexError(f"adapter {name!r} has patterns of {key} that are {patterns!r}, not a table")
+        for pattern, value in (("", config.get(key)), *patterns.items()):
+            if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value <= 0):
+                raise InvalidIndexError(f"adapter {name!r} has {key} = {value!r}{f' for {pattern!r}' * bool(pattern)}")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise InvalidIndexError(f"adapter {name!r}: {pattern!r} is no pattern, {error}") from error
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def adapter_tensors(source: Source, adapter: Adapter) -> Iterator[Recipe]:
+    """The adapter's own tensors, under the names by which PEFT loads them."""
+    name_of = re.escape(adapter.name)
+    of_matrix = re.compile(rf"(\.lora_\w+)\.{name_of}(?=\.|$)")
+    of_module = re.compile(rf"\.modules_to_save\.{name_of}\.")
+    for name in source.names:
+        plain, found = of_matrix.subn(r"\1", name)
+        if not found:
+            plain, found = of_module.subn(".", name)
+        if found:
+            yield source.recipe(name, plain)
+
+
+def merged_tensors(source: Source, adapters: Sequence[Adapter], tied: bool) -> Iterator[Recipe]:
+    """The model's tensors, under the names that they have without PEFT, each with what adapters add to it."""
+    names = set(source.names)
+    for name in names:
+        if tied and ".lora_embedding_" in name:
+            raise CheckpointError(
+                f"{name!r} adapts an embedding whose weight is also the head, which the adapter leaves as "
+                "it was: merged, they would differ; untie them, or export with --adapter-only"
+            )
+        if ".lora_magnitude_vector" in name or (".lora_B" in name and name.endswith(".bias")):
+            raise CheckpointError(f"{name!r} makes this more than plain LoRA (DoRA, or a bias); merge it with PEFT")
+    for name in source.names:
+        if ".lora_" in name or ".modules_to_save." in name:
+            continue
+        plain = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
+        saved = [
+            other
+            for adapter in adapters
+            if (other := name.replace(".original_module.", f".modules_to_save.{adapter.name}.")) != name
+            and other in names
+        ]
+        if saved:
+            yield source.recipe(name, plain, saved[-1])
+        else:
+            whole = Whole(plain, source.shape(name), source.dtype(name))
+            yield Recipe(whole, partial(_merged, source, name, adapters, names))
+
+
+def _merged(source: Source, name: str, adapters: Sequence[Adapter], names: set[str]) -> Tensor:
+    """A tensor with what adapters add to it."""
+    module, _, leaf = name.rpartition(".base_layer.")
+    if not module or leaf != "weight":
+        return source.read(name)
+    weight = source.read(name).float()
+    for adapter in adapters:
+        delta = _delta(source, module, adapter, names)
+        if delta is not None:
+            weight += delta
+    return weight.to(source.dtype(name))
+
+
+def _delta(source: Source, module: str, adapter: Adapter, names: set[str]) -> Tensor | None:
+    """The matrix that an adapter adds to a module's weight, in fp32; None if it adds nothing."""
+    scale = adapter.scale(module)
+    down, up = f"{module}.lora_A.{adapter.name}.weight", f"{module}.lora_B.{adapter.name}.weight"
+    if down in names:
+        a, b = (source.read(name, torch.float32) for name in (down, up))
+        if a.dim() > 2:
+            raise CheckpointError(f"{module!r} is a convolution with LoRA; merge it with PEFT")
+        product = (b @ a) * scale
+        return product.T if adapter.config.get("fan_in_fan_out") else product
+    down, up = f"{module}.lora_embedding_A.{adapter.name}", f"{module}.lora_embedding_B.{adapter.name}"
+    if down in names:
+        a, b = (source.read(name, torch.float32) for name in (down, up))
+        return (b @ a).T * scale
+    return None

@@ -1,61 +1,141 @@
-"""Folders of checkpoints: where a new one is written, which is the newest that is complete, and which may go.
+"""Folders of checkpoints: where a new one is written and by whom, which is the newest, and which may go.
 
-A checkpoint is written under a hidden name and takes its own when it is complete, so that one that is overwritten is
-there until the new one is. Whatever a crash leaves, of the two one is complete.
+A checkpoint is written under a hidden name, and takes its own name when it is complete. A checkpoint that is replaced
+stays until then. Whatever a crash leaves, one of the two is complete.
+
+A folder takes another hidden name before its files are removed. Nobody loads it by that name, and the next save
+finishes a removal that a crash interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
+import secrets
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .claim import Claim, is_forgotten
-from .format import MARKER, CheckpointError
-from .marker import LATEST_NS, Marker, has_marker, read_marker
-from .removal import entries_of, finish_removals, is_being_removed, is_own, remove
+from .format import (
+    CLAIM,
+    LARGEST_MARKER,
+    LATEST_NS,
+    MARKER,
+    OWN_NAME,
+    CheckpointError,
+    Marker,
+    has_marker,
+    open_plain,
+    read_marker,
+)
 from .write import sync_folder
 
-PARTIAL = ".partial"
-OLD = ".old"
-_ANY_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")
+_PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]+\.partial")
+_REMOVING = re.compile(r"\.zeroshard\.[0-9a-f]{16}\.removing")
+
+# -- who writes into a folder -----------------------------------------------------------------------------------------
+
+_own: set[str] = set()
+"""Names of the folders that this process writes into; every name has a token. Nothing may open the locked files in them
+a second time: when any descriptor of a file is closed, the system gives back the lock that the process has on it."""
 
 
-class Complete(NamedTuple):
-    """A complete checkpoint."""
+class Claim:
+    """A new folder that this process writes into, until ``release``.
 
-    folder: Path
-    marker: Marker
+    A file in the folder is locked. The system gives the lock back when the process ends, however it ends. So what a
+    killed job leaves is known as such at once.
+
+    Where a file system has no locks, nothing prevents two jobs from saving to one path. They still never mix: each has
+    a folder of its own, and the job whose folder the other one removes fails.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self._descriptor: int | None = None
+        _own.add(folder.name)
+        try:
+            self._descriptor = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            if _lock(self._descriptor, fcntl.LOCK_EX) is None:
+                os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BaseException:
+            self.discard()
+            raise
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+        _own.discard(self.folder.name)
+
+    def discard(self) -> None:
+        """Gives the lock back, and removes what a save has written into the folder."""
+        self.release()
+        with contextlib.suppress(OSError):
+            remove(self.folder)
+
+
+def _lock(descriptor: int, kind: int) -> OSError | None:
+    """Locks a file. Returns why it cannot be locked; None if it is."""
+    try:
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
+
+
+def is_claimed(folder: Path) -> bool:
+    """True if somebody writes into a folder: this process, or another one."""
+    if folder.name in _own:
+        return True
+    try:  # to ask for a shared lock, reading suffices; a pipe or a link is nobody's claim
+        descriptor = os.open(folder / CLAIM, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
+    try:
+        return isinstance(_lock(descriptor, fcntl.LOCK_SH), BlockingIOError | PermissionError)
+    finally:
+        os.close(descriptor)
+
+
+def is_left(folder: Path) -> bool:
+    """True if a process wrote into a folder and has ended. In doubt, somebody still writes."""
+    # The process writes its name after it has the lock, so the name is looked for before the lock.
+    return folder.name not in _own and bool(_writer(folder)) and not is_claimed(folder)
+
+
+def _writer(folder: Path) -> str:
+    """The name of the process that writes into a folder, or wrote; empty if nobody knows."""
+    try:
+        with open_plain(folder / CLAIM) as file:
+            return file.read(LARGEST_MARKER).decode(errors="replace")
+    except (OSError, CheckpointError):
+        return ""
+
+
+# -- a new checkpoint -------------------------------------------------------------------------------------------------
 
 
 def partial_of(path: Path, token: str) -> Path:
-    """Where a checkpoint is written before it is complete: no two saves share it, even to one path."""
-    return path.with_name(f".{path.name}.{token}{PARTIAL}")
-
-
-def _old_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}{OLD}")
+    """The folder in which a checkpoint is written before it is complete. No two saves share it, even to one path."""
+    return path.with_name(f".{path.name}.{token}.partial")
 
 
 def _partials_of(path: Path) -> list[Path]:
-    """What saves to this path have left, or still write."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+{re.escape(PARTIAL)}")
-    try:
-        return [path.with_name(name) for name in sorted(os.listdir(path.parent)) if pattern.fullmatch(name)]
-    except OSError:
-        return []
-
-
-def _complete_partials_of(path: Path) -> list[Path]:
-    """Those that lack nothing but the name, the newest first."""
-    return [one.folder for one in _Marked.of(_partials_of(path)).complete]
+    """Folders of saves to this path: those that go on, and those that a crash has left."""
+    with contextlib.suppress(OSError):
+        found = [(_PARTIAL.fullmatch(name), path.with_name(name)) for name in sorted(os.listdir(path.parent))]
+        return [folder for match, folder in found if match is not None and match[1] == path.name]
+    return []
 
 
 def check_replaceable(path: Path) -> None:
-    """A save takes the place of a checkpoint, or of an empty folder, and of nothing else.
+    """A save may replace a checkpoint or an empty folder, and nothing else.
 
     Raises:
         CheckpointError: something else is there, which a save would have to delete.
@@ -66,10 +146,10 @@ def check_replaceable(path: Path) -> None:
         return
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file, and a checkpoint is a folder; save to another path")
-    entries = entries_of(path)
-    foreign = [entry.name for entry in entries if not is_own(entry)]
+    entries = _entries_of(path)
+    foreign = [entry.name for entry in entries if not _is_own(entry)]
     if not foreign and not any(entry.name == MARKER or entry.name.startswith("rank-") for entry in entries):
-        foreign = [entry.name for entry in entries]  # a lone "token" or "index.json" is likely somebody else's
+        foreign = [entry.name for entry in entries]  # a lone "claim" or "index.json" is likely somebody else's
     if foreign:
         raise CheckpointError(
             f"{path} holds {foreign[0]!r}, which is no part of a checkpoint, and a save would delete it; save to a "
@@ -78,149 +158,178 @@ def check_replaceable(path: Path) -> None:
 
 
 def prepare(path: Path, token: str) -> Claim:
-    """Makes an empty folder to write into, and claims it; on rank 0. What a crash left beside it goes.
+    """Makes an empty folder to write into, on rank 0. Removes what a crash has left beside it.
 
     Raises:
-        CheckpointError: another job is writing to this path, or something is there that is no checkpoint.
+        CheckpointError: somebody is writing to this path, or something is there that is no checkpoint.
     """
     check_replaceable(path)
-    finish_removals(path.parent)
-    partial = partial_of(path, token)
-    partial.mkdir(parents=True)
+    _finish_removals(path.parent)
+    claim = Claim(partial_of(path, token))
     try:
-        claim = Claim(partial)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove(partial)
-        raise
-    try:
-        claim.check_alone(path, [one for one in _partials_of(path) if one != partial])
-        left = [one for one in _complete_partials_of(path) if claim.supersedes(one)]
-        if left and not path.exists():  # a crash between two renames
-            os.replace(left[0], path)
-        for folder in filter(claim.supersedes, _partials_of(path)):
+        others = [folder for folder in _partials_of(path) if folder != claim.folder]
+        for folder in filter(is_claimed, others):
+            if folder.name in _own:
+                raise CheckpointError(f"{path} is still being written by another save; wait() for that one first")
+            raise CheckpointError(
+                f"{path} is being written by another job ({_writer(folder) or 'which has just ended'}); give every job "
+                "a folder of its own, or end that one"
+            )
+        complete, _ = _sorted(others)
+        if complete and not path.exists():  # a crash came between two renames
+            os.replace(complete[0].folder, path)
+        for folder in filter(Path.exists, others):
             with contextlib.suppress(OSError):
                 remove(folder)
     except BaseException:
-        discard(claim)
+        claim.discard()
         raise
     return claim
 
 
-def discard(claim: Claim) -> None:
-    """Ends a save that did not begin; on rank 0."""
-    claim.release()
+def publish(partial: Path, path: Path) -> None:
+    """Gives a complete checkpoint its name, on rank 0. Removes the checkpoint that had this name before."""
+    check_replaceable(path)
+    before = _hidden(path)
+    if path.exists():
+        os.rename(path, before)
+    os.rename(partial, path)
+    sync_folder(path.parent)
     with contextlib.suppress(OSError):
-        remove(claim.folder)
+        _empty(before)
 
 
 def clear(partial: Path) -> None:
-    """Removes what a save that failed has written; on rank 0, when no rank writes any more.
+    """Removes what a failed save has written, on rank 0, when no rank writes any more.
 
-    Not if it lacks nothing but its name: that is a checkpoint, and ``load()`` finds it.
+    A folder that lacks nothing but its name stays: it is a checkpoint, and ``load()`` finds it.
     """
-    try:
-        complete = read_marker(partial) is not None
-    except CheckpointError:  # then that is why it failed
-        complete = False
-    if not complete:
+    if not has_marker(partial):
         with contextlib.suppress(OSError):
             remove(partial)
 
 
-def publish(partial: Path, path: Path) -> None:
-    """Gives a complete checkpoint its name; on rank 0. The one that had it before goes."""
-    check_replaceable(path)
-    old = _old_of(path)
-    if path.exists():
-        if old.exists():
-            check_replaceable(old)
-            remove(old)
-        os.replace(path, old)
-    os.replace(partial, path)
-    sync_folder(path.parent)
-    with contextlib.suppress(OSError):
-        remove(old)
+# -- checkpoints that are there ---------------------------------------------------------------------------------------
 
 
-class _Marked(NamedTuple):
-    """Folders that have a marker."""
+class Complete(NamedTuple):
+    """A complete checkpoint."""
 
-    complete: list[Complete]
-    """The newest first."""
-    damaged: list[Path]
-    """Of these nobody knows how new they are."""
+    folder: Path
+    marker: Marker
 
-    @classmethod
-    def of(cls, folders: Iterable[Path]) -> _Marked:
-        made = cls([], [])
-        for folder in folders:
-            try:
-                if (marker := read_marker(folder)) is not None:
-                    made.complete.append(Complete(folder, marker))
-            except CheckpointError:
-                made.damaged.append(folder)
-        made.complete.sort(key=lambda one: (one.marker.saved_ns, one.marker.steps), reverse=True)
-        return made
 
-    @classmethod
-    def inside(cls, parent: Path) -> _Marked:
-        """Those in a folder of checkpoints; raises OSError."""
-        folders = [Path(entry.path) for entry in entries_of(parent) if entry.is_dir(follow_symlinks=False)]
-        return cls.of(folder for folder in folders if not is_being_removed(folder))
+def _sorted(folders: Iterable[Path]) -> tuple[list[Complete], list[Path]]:
+    """The complete checkpoints among folders, the newest first; and those with a damaged marker."""
+    complete, damaged = [], []
+    for folder in folders:
+        try:
+            if (marker := read_marker(folder)) is not None:
+                complete.append(Complete(folder, marker))
+        except CheckpointError:
+            damaged.append(folder)
+    complete.sort(key=lambda one: (one.marker.saved_ns, one.marker.steps), reverse=True)
+    return complete, damaged
+
+
+def _folders_in(parent: Path) -> list[Path]:
+    """The folders in a folder, without those that are being removed. Raises OSError."""
+    return [
+        Path(entry.path)
+        for entry in _entries_of(parent)
+        if entry.is_dir(follow_symlinks=False) and not _REMOVING.fullmatch(entry.name)
+    ]
 
 
 def complete_in(parent: Path) -> list[Complete]:
     """The complete checkpoints in a folder, the newest first."""
     try:
-        return _Marked.inside(parent).complete
+        return _sorted(_folders_in(parent))[0]
     except OSError:
         return []
 
 
 def candidates(path: Path) -> list[Path]:
-    """What ``load(path)`` may read, the best first: the checkpoint itself, or those inside a folder of them.
+    """The checkpoints that ``load(path)`` may read, the best first: the one at the path, or those in a folder.
 
-    One whose marker is damaged comes before all others, as it may be the newest: reading it raises and names it.
+    Folders with a damaged marker come first, as each may be the newest. Reading such a folder raises and names it.
 
     Raises:
-        CheckpointError: what is in the folder cannot be listed.
+        CheckpointError: the folder cannot be listed.
     """
-    partials = _Marked.of(_partials_of(path))
-    left = (*partials.damaged, *(one.folder for one in partials.complete), _old_of(path))
-    for folder in (path, *left):  # all but the first after a crash
-        if has_marker(folder):
-            return [folder]
-    try:
-        marked = _Marked.inside(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return [*marked.damaged, *(one.folder for one in marked.complete)]
+    if has_marker(path):
+        return [path]
+    complete, damaged = _sorted(_partials_of(path))  # after a crash between two renames
+    if not complete and not damaged:
+        try:
+            complete, damaged = _sorted(_folders_in(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return [*damaged, *(one.folder for one in complete)]
 
 
 def time_after(parent: Path, now_ns: int) -> int:
-    """The time of a new checkpoint: later than those that are there, also where a clock was set back."""
+    """The time of a new checkpoint: later than that of all others in the folder, even if a clock was set back."""
     return min(LATEST_NS, max([now_ns, *(one.marker.saved_ns + 1 for one in complete_in(parent))]))
 
 
 def keep_newest(path: Path, count: int) -> None:
-    """Of the complete checkpoints beside the one just saved, leaves it and the newest others; on rank 0.
+    """Leaves the checkpoint just saved and the newest others in its folder, ``count`` in all; on rank 0.
 
-    What killed saves to other paths have left incomplete goes too; what somebody writes there stays.
+    Also removes what killed saves to other paths have left incomplete. What somebody still writes stays.
     """
     others = [one.folder for one in complete_in(path.parent) if one.folder != path]
-    for folder in [*others[count - 1 :], *_incomplete_in(path.parent)]:
-        with contextlib.suppress(OSError):
-            if not _ANY_PARTIAL.fullmatch(folder.name) or is_forgotten(folder, path):
-                remove(folder)
+    with contextlib.suppress(OSError):
+        incomplete = [folder for folder in _folders_in(path.parent) if _is_partial(folder) and not has_marker(folder)]
+        for folder in [*others[count - 1 :], *incomplete]:
+            if not _is_partial(folder) or is_left(folder):
+                with contextlib.suppress(OSError):
+                    remove(folder)
 
 
-def _incomplete_in(parent: Path) -> list[Path]:
-    """What saves to whatever path have left, or still write."""
-    try:
-        names = [entry.name for entry in entries_of(parent) if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-    return [parent / name for name in names if _ANY_PARTIAL.fullmatch(name) and not has_marker(parent / name)]
+def _is_partial(folder: Path) -> bool:
+    return _PARTIAL.fullmatch(folder.name) is not None
+
+
+# -- removing ---------------------------------------------------------------------------------------------------------
+
+
+def _entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    return sorted(os.scandir(folder), key=lambda entry: entry.name)
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    """True if a save may have written this file into a checkpoint's folder."""
+    return OWN_NAME.fullmatch(entry.name) is not None and entry.is_file(follow_symlinks=False)
+
+
+def _hidden(folder: Path) -> Path:
+    return folder.with_name(f".zeroshard.{secrets.token_hex(8)}.removing")
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint. Files that somebody else has put there stay, and then the folder stays, with its name."""
+    if all(map(_is_own, _entries_of(folder))):
+        folder = folder.rename(_hidden(folder))
+    _empty(folder)
+
+
+def _finish_removals(parent: Path) -> None:
+    """Finishes removals that a crash has interrupted. A removal that still goes on takes no harm."""
+    with contextlib.suppress(OSError):
+        for entry in _entries_of(parent):
+            if _REMOVING.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    _empty(Path(entry.path))
+
+
+def _empty(folder: Path) -> None:
+    """Removes a checkpoint's files. The marker goes first: a folder that lacks a file must not look complete."""
+    (folder / MARKER).unlink(missing_ok=True)
+    for entry in _entries_of(folder):  # in order of names: as long as a rank's file is there, all are known as ours
+        if _is_own(entry):
+            Path(entry.path).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty
+        os.rmdir(folder)

@@ -1,51 +1,60 @@
-"""What a checkpoint is on disk. Names, JSON and headers of its parts; every field that is read is checked here.
+"""What a checkpoint is on disk: the names of its files, their JSON and headers, and the marker.
 
     folder/
       rank-00000.safetensors   the ranges that rank 0 wrote, readable by any safetensors tool
-      rank-00000.json          rank 0's part of the index: what each range is, where it lies, its checksums
-      ...                      one pair for every rank
-      index.json               all parts together
-      COMPLETE                 the marker, written last: size and checksum of the index
+      ...                      one file for every rank
+      index.json               of every rank: what each range is, where it lies, its checksums; and all that is no range
+      COMPLETE                 the marker, written last: size and checksum of the index, and a checksum of its own
 
-A rank's part follows from the layout and needs nobody else's word. The small format has a reason: of torch's own
-``torch.distributed.checkpoint``, the plain metadata is a pickle, and its safetensors storage turns what is no tensor
-into a pickle inside a ``.safetensors`` file, keeps no checksums, and has no marker that tells a complete checkpoint
-from one that a crash cut short. So ranges are written as safetensors here, and all else is JSON.
+While a save goes on, each rank tells rank 0 in ``rank-00000.json`` what it wrote, or why it failed. Rank 0 puts these
+parts together to the index and removes them.
 
-A stored range is found by the parameter's name, the *kind* of state, and the elements it has of the whole parameter,
-never by its place in a flat: padding, units, stage and world size leave no trace.
+The small format has a reason. Of torch's own ``torch.distributed.checkpoint``, the plain metadata is a pickle. Its
+safetensors storage turns what is no tensor into a pickle inside a ``.safetensors`` file. It has no checksums, and no
+marker that tells a complete checkpoint from one that a crash cut short.
+
+A stored range is found by the parameter's name, the *kind* of state, and its elements of the whole parameter. Its place
+in a flat is not stored, so padding, units, stage and world size leave no trace.
+
+Every field that is read from JSON is checked here.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from .boxes import Box, Region, numel_of, whole_box
+from .regions import Region, numel_of
 
-VERSION = 1
+VERSION = 2
 INDEX = "index.json"
 MARKER = "COMPLETE"
-TOKEN = "token"
-"""By which ranks find out, at the start of a save, whether they see one folder."""
 CLAIM = "claim"
-"""Locked by the process that writes, see claim.py."""
-_WRITTEN_WHOLE = r"(index\.json|COMPLETE|rank-\d{5,}\.(json|failed))"
-OWN_NAME = re.compile(rf"token|claim|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")
+"""A file that the process which writes the checkpoint has locked; see ``folder.Claim``."""
+_WRITTEN_WHOLE = r"(index\.json|COMPLETE|rank-\d{5,}\.json)"
+OWN_NAME = re.compile(rf"claim|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")
 """Every name that a save gives to a file in a checkpoint's folder."""
 LARGEST_JSON = 1 << 30
+LARGEST_MARKER = 4096
 LARGEST_HEADER = 100_000_000
-"""What safetensors itself allows."""
+"""Bytes of a header that safetensors itself allows."""
 MOST_DIMENSIONS = 64
-"""What torch itself allows."""
+"""Dimensions that torch itself allows."""
 CHUNK = 8 << 20
-"""Bytes that one checksum is for. A reader that needs a part of a range checks no more than it reads, nearly."""
+"""Bytes of a range that one checksum is for. A reader of a part of a range checks little more than that part."""
+LATEST_NS = 2**62
+"""The year 2116. No clock shows a later time, and a save must still be able to come after every other one."""
 
 VALUE = "value"
 """Kind of the parameter itself: the fp32 master where there is one, which the 16-bit parameter is rounded from."""
@@ -53,7 +62,7 @@ SHOWN = "shown"
 """Kind of the older parameters that the next step runs on, where a delayed update waits to be published."""
 BUFFER = "buffer"
 _STATE = "state "
-"""Begins the kind of every optimizer state, so that none can be taken for another kind, whatever its name."""
+"""Begins the kind of every optimizer state, so that no name of a state can be taken for another kind."""
 
 SAFETENSORS = {
     torch.float64: "F64",
@@ -67,6 +76,7 @@ SAFETENSORS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The dtypes that a checkpoint can hold, by the names that safetensors has for them."""
 DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 
@@ -75,7 +85,7 @@ class CheckpointError(RuntimeError):
 
 
 class InvalidIndexError(CheckpointError):
-    """An index holds what it cannot hold: it was edited, or is of another program."""
+    """A value in an index makes no sense: the index was edited, or is of another program."""
 
 
 def data_file(rank: int) -> str:
@@ -84,17 +94,12 @@ def data_file(rank: int) -> str:
 
 
 def part_file(rank: int) -> str:
-    """The file of a rank's part of the index."""
+    """The file in which a rank tells rank 0 what it wrote, or why it failed."""
     return f"rank-{rank:05}.json"
 
 
-def failure_file(rank: int) -> str:
-    """Where a rank says that it could not write its part."""
-    return f"rank-{rank:05}.failed"
-
-
 def state_kind(name: str) -> str:
-    """Kind of what the optimizer calls this state.
+    """Kind of an optimizer's state of this name.
 
     >>> state_kind("exp_avg")
     'state exp_avg'
@@ -103,12 +108,12 @@ def state_kind(name: str) -> str:
 
 
 def state_name(kind: str) -> str | None:
-    """What the optimizer calls a state; None if the kind is another."""
+    """The optimizer's name of a state; None if the kind is no optimizer state."""
     return kind.removeprefix(_STATE) if kind.startswith(_STATE) else None
 
 
 def is_of_parameter(kind: str) -> bool:
-    """Whether a range of this kind belongs to a parameter."""
+    """True if a range of this kind belongs to a parameter."""
     return kind in (VALUE, SHOWN) or kind.startswith(_STATE)
 
 
@@ -118,18 +123,18 @@ def tensor_kind(rank: int) -> str:
 
 
 class Entry(NamedTuple):
-    """A range on disk."""
+    """A range on disk, as the index has it."""
 
     name: str
     """Of the parameter or buffer, as ``named_parameters()`` has it."""
     kind: str
-    """``VALUE``, ``state_kind`` of what the optimizer calls this state, and so on."""
+    """``VALUE``, ``BUFFER``, ``state_kind(...)`` and so on."""
     shape: tuple[int, ...]
     """Of the whole parameter."""
     region: Region
-    """Which of its elements."""
+    """Which elements of the parameter the range has."""
     dtype: torch.dtype
-    offset: int
+    offset: int = 0
     """First byte, counted from the end of the file's header."""
     checksums: tuple[int, ...] = ()
     """CRC-32 of every ``CHUNK`` bytes."""
@@ -140,53 +145,46 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the safetensors file."""
-        box = "" if self.region.box == whole_box(self.shape) else f"{list(map(list, self.region.box))}"
-        return f"{self.name}|{self.kind}|{box}{self.region.start}:{self.region.stop}"
+        """The range's name in the safetensors file."""
+        box = ",".join(f"{low}:{high}" for low, high in self.region.sides)
+        return f"{self.name}|{self.kind}|{box}|{self.region.start}:{self.region.stop}"
 
-    def with_checksums(self, checksums: tuple[int, ...]) -> Entry:
-        """The same, once it is written."""
-        return Entry(self.name, self.kind, self.shape, self.region, self.dtype, self.offset, checksums)
+    def stored(self, offset: int, checksums: tuple[int, ...] = ()) -> Entry:
+        """The entry with its place in the file, and its checksums once they are known."""
+        return self._replace(offset=offset, checksums=checksums)
 
     def to_json(self) -> dict[str, Any]:
-        """As the index has it."""
-        found = {
+        """The entry in an index."""
+        return {
             "name": self.name,
             "kind": self.kind,
-            "shape": list(self.shape),
+            "shape": self.shape,
+            "box": self.region.sides,
             "range": [self.region.start, self.region.stop],
             "dtype": SAFETENSORS[self.dtype],
             "offset": self.offset,
-            "crc32": list(self.checksums),
+            "crc32": self.checksums,
         }
-        if self.region.box != whole_box(self.shape):
-            found["box"] = [list(side) for side in self.region.box]
-        return found
 
     @classmethod
     def from_json(cls, value: Any) -> Entry:
-        """Checked; raises KeyError, TypeError or ValueError."""
+        """Reads and checks an entry. Raises KeyError, TypeError or ValueError."""
         if len(value["shape"]) > MOST_DIMENSIONS:
             raise ValueError(f"a shape of {len(value['shape'])} dimensions")
         shape = tuple(count(size) for size in value["shape"])
         count(math.prod(shape))
-        box: Box = whole_box(shape)
-        if "box" in value:
-            box = tuple((count(low), count(high)) for low, high in value["box"])
-            if len(box) != len(shape) or any(
-                not low <= high <= size for (low, high), size in zip(box, shape, strict=True)
-            ):
-                raise ValueError(f"box {box} is not inside shape {shape}")
+        sides = tuple((count(low), count(high)) for low, high in value["box"])
+        if not all(low <= high <= size for (low, high), size in zip(sides, shape, strict=True)):
+            raise ValueError(f"box {sides} is not inside shape {shape}")
         start, stop = (count(number) for number in value["range"])
-        if not start <= stop <= numel_of(box):
-            raise ValueError(f"range {start}:{stop} is not inside a box of {numel_of(box)} elements")
+        if not start <= stop <= numel_of(sides):
+            raise ValueError(f"range {start}:{stop} is not inside a box of {numel_of(sides)} elements")
         checksums = tuple(count(number) for number in value["crc32"])
         name, kind = value["name"], value["kind"]
         if not isinstance(name, str) or not isinstance(kind, str):
             raise TypeError("name and kind must be strings")
-        made = cls(
-            name, kind, shape, Region(box, start, stop), DTYPES[value["dtype"]], count(value["offset"]), checksums
-        )
+        region = Region(sides, start, stop)
+        made = cls(name, kind, shape, region, DTYPES[value["dtype"]], count(value["offset"]), checksums)
         if len(checksums) != -(-made.nbytes // CHUNK):
             raise ValueError(f"{name!r} has {len(checksums)} checksums for {made.nbytes} bytes")
         return made
@@ -197,41 +195,32 @@ class Part:
     """What one rank wrote."""
 
     rank: int
+    seat: tuple[int, int, int]
+    """The rank's ``random_state.Seat``."""
     size: int
-    """Bytes of its data file, header included."""
+    """Bytes of the rank's data file, header included."""
     header: int
     """Bytes of the header, its length included."""
     entries: tuple[Entry, ...]
     scalars: Mapping[str, Any]
-    """By parameter, optimizer state that belongs to it as a whole, such as the step."""
+    """By parameter, optimizer state that belongs to the parameter as a whole, such as the step."""
     values: Mapping[str, Any]
-    """What else this rank wants to find again: random state, loader; of rank 0 also what all ranks share."""
+    """This rank's other state: random state, loader; of rank 0 also what all ranks share."""
 
-    def to_json(self, token: str) -> dict[str, Any]:
-        """As it stands in a part's file and in the index."""
-        return {
-            "version": VERSION,
-            "checkpoint": token,
-            "rank": self.rank,
-            "size": self.size,
-            "header": self.header,
-            "entries": [entry.to_json() for entry in self.entries],
-            "scalars": dict(self.scalars),
-            "values": dict(self.values),
-        }
+    def to_json(self) -> dict[str, Any]:
+        """The part in an index."""
+        return {**vars(self), "entries": [entry.to_json() for entry in self.entries]}
 
     @classmethod
     def from_json(cls, value: Any) -> Part:
-        """Checked; raises KeyError, TypeError or ValueError."""
-        if value["version"] != VERSION:
-            raise ValueError(f"it has version {value['version']!r}, this zeroshard reads {VERSION}")
+        """Reads and checks a part. Raises KeyError, TypeError or ValueError."""
         entries = tuple(Entry.from_json(entry) for entry in value["entries"])
         header, size = count(value["header"]), count(value["size"])
         if header > LARGEST_HEADER:
             raise ValueError(f"a header of {header} bytes")
         end = 0
         for entry in entries:
-            if entry.offset != end:
+            if entry.offset != end or end % entry.dtype.itemsize:
                 raise ValueError(f"{entry.key!r} lies at byte {entry.offset}, where {end} is expected")
             end += entry.nbytes
         if header + end != size:
@@ -239,25 +228,132 @@ class Part:
         for name in ("scalars", "values"):
             if not isinstance(value[name], dict):
                 raise TypeError(f"{name} must be a table")
-        return cls(count(value["rank"]), size, header, entries, value["scalars"], value["values"])
+        data, model, degree = (count(number) for number in value["seat"])
+        rank, seat = count(value["rank"]), (data, model, degree)
+        return cls(rank, seat, size, header, entries, value["scalars"], value["values"])
 
 
 def count(value: object) -> int:
-    """Checked; raises ValueError."""
+    """Returns a value that is a count. Raises ValueError for any other."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is no count")
     return value
 
 
+def check_version(value: Any) -> None:
+    """Raises KeyError, TypeError or ValueError if an index or a marker is of another version."""
+    if value["version"] != VERSION:
+        raise ValueError(f"version {value['version']!r}, this zeroshard reads {VERSION}")
+
+
 def header_of(entries: Sequence[Entry], token: str, rank: int) -> bytes:
-    """The head of a safetensors file: its length, then JSON, padded so that data starts on a boundary."""
-    table: dict[str, Any] = {"__metadata__": {"checkpoint": token, "rank": str(rank)}}
-    for entry in entries:
-        table[entry.key] = {
-            "dtype": SAFETENSORS[entry.dtype],
-            "shape": [entry.region.numel],
-            "data_offsets": [entry.offset, entry.offset + entry.nbytes],
-        }
+    """The header of a rank's data file."""
+    tensors = [(entry.key, entry.dtype, (entry.region.numel,), entry.offset) for entry in entries]
+    return safetensors_header(tensors, {"checkpoint": token, "rank": str(rank)})
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int], int]], metadata: Mapping[str, str]
+) -> bytes:
+    """The header of a safetensors file: its length, then JSON, padded so that the data starts on a boundary.
+
+    Args:
+        tensors: of each tensor the name, the dtype, the shape, and the first byte, counted from the header's end.
+        metadata: any strings.
+    """
+    table: dict[str, Any] = {"__metadata__": metadata}
+    for name, dtype, shape, offset in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
     return len(text).to_bytes(8, "little") + text
+
+
+class Marker(NamedTuple):
+    """The marker of a complete checkpoint: which index belongs to it, and how new it is.
+
+    A folder without a marker is what a killed save leaves, and is passed over. A marker that is not as it was written
+    is damage. Damage is never taken for a save that did not end: an older checkpoint would be loaded in silence.
+    """
+
+    index_bytes: int
+    index_sha256: str
+    steps: int
+    saved_ns: int
+
+    @classmethod
+    def of(cls, index: bytes, steps: int, saved_ns: int) -> Marker:
+        """The marker of an index."""
+        return cls(len(index), hashlib.sha256(index).hexdigest(), steps, saved_ns)
+
+    def to_json(self) -> bytes:
+        """The marker's file, to the byte."""
+        fields = {"version": VERSION, **self._asdict()}
+        return json.dumps({**fields, "sha256": hashlib.sha256(json.dumps(fields).encode()).hexdigest()}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Marker:
+        """Reads and checks a marker. Raises KeyError, TypeError, ValueError or RecursionError."""
+        value: Any = json.loads(text)
+        check_version(value)
+        made = cls(count(value["index_bytes"]), value["index_sha256"], count(value["steps"]), count(value["saved_ns"]))
+        if made.to_json() != text:
+            raise ValueError("it is not what its checksum was written for")
+        if made.saved_ns > LATEST_NS:
+            raise ValueError(f"saved_ns={made.saved_ns} is a time that no clock has")
+        return made
+
+
+def has_marker(folder: Path) -> bool:
+    """True if there is something in the marker's place, readable or not."""
+    return os.path.lexists(folder / MARKER)
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """The marker of a folder; None if the folder has none.
+
+    Raises:
+        CheckpointError: the marker is damaged.
+    """
+    file = folder / MARKER
+    try:
+        with open_plain(file) as opened:
+            text = opened.read(LARGEST_MARKER + 1)
+        if len(text) > LARGEST_MARKER:
+            raise ValueError(f"more than {LARGEST_MARKER} bytes")
+        return Marker.from_json(text)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, PermissionError) and not has_marker(folder):  # a folder of another user, as lost+found
+            return None
+        raise CheckpointError(
+            f"{file} is damaged ({type(error).__name__}: {error}), so {folder} is not known to be complete, nor how "
+            "new it is; name another checkpoint by its own path, or pass allow_older=True; once that folder is moved "
+            "away, it is not asked for again"
+        ) from error
+
+
+def open_plain(file: Path) -> BinaryIO:
+    """Opens a plain file to read it. Follows no link, and does not wait for a pipe that nobody writes to.
+
+    Raises:
+        CheckpointError: the file is a link, a folder, a pipe or a device.
+        OSError: the file is not there, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP and file.is_symlink():
+            raise CheckpointError(
+                f"{file} is a link, which a checkpoint does not have; copy the file itself"
+            ) from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{file} is a folder, a pipe or a device, where a checkpoint has a file")
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise

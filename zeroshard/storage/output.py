@@ -1,12 +1,15 @@
-"""Files that appear together: written under hidden names, they take their own when nothing is missing.
+"""Whole tensors on disk as Hugging Face has them: safetensors files of limited size, and an index for several files.
 
-The hidden names have a token, which no other writer to the same folder has, and a file that is locked as long as it
-writes. So what a killed one has left is known, and goes; what another one writes stays.
+``Output`` makes files appear together: they are written into a hidden folder, and move out of it when nothing is
+missing. ``Shards`` knows where every byte goes before the first is written. So tensors may come one by one and in any
+order, and no more than one is ever in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
 import secrets
@@ -14,96 +17,70 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
-from .claim import is_locked, lock
-from .format import CheckpointError
-from .write import NO_ROOM, sync_folder
+import torch
+from torch import Tensor
+
+from .folder import Claim, is_left
+from .format import CheckpointError, safetensors_header
+from .write import NO_ROOM, bytes_of, sync_folder
 
 WEIGHTS = re.compile(r"(adapter_)?(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-"""Names under which a model's or an adapter's weights are looked for."""
-_LOCK = re.compile(r"\.zeroshard\.([0-9a-f]{16})\.tmp")
-
-_writing: set[str] = set()
-"""Tokens of this process, whose locks it cannot see."""
+"""Names under which the weights of a model or an adapter are looked for."""
+SHARD_BYTES = 5_000_000_000
+_HIDDEN = re.compile(r"\.zeroshard\.[0-9a-f]{16}\.tmp")
 
 
 class Output:
-    """A folder of files that all appear when the block ends without an error, and none of which stays otherwise."""
+    """Files that all appear in a folder when the block ends without an error. Otherwise none of them stays."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._made = not folder.exists()
-        self._token = secrets.token_hex(8)
-        self._lock: int | None = None
+        self._claim: Claim | None = None
         self._names: list[str] = []
         self._replaced: list[Path] = []
         self._shown: list[Path] = []
         self._done = False
-        self._kept = False
-        """What was there before is gone, so that what was written stays, whatever happens."""
+        self._irrevocable = False
+        """The files of before are gone. From then on the new files stay, whatever happens."""
 
     def __enter__(self) -> Self:
         return self
 
     def replace(self, files: Sequence[Path]) -> None:
-        """These go when the new files appear."""
+        """Removes these files when the new ones appear."""
         self._replaced = list(files)
 
     def new(self, name: str, start: bytes = b"") -> Path:
-        """A file that will have this name; where its bytes go till then. The last one is the last to appear."""
-        if not self._names:
-            self._open()
+        """Begins a file that will have this name. Returns where to write it. The last file is the last to appear."""
+        if self._claim is None:
+            if not self._made:
+                _remove_leftovers(self.folder)
+            self._claim = Claim(self.folder / f".zeroshard.{secrets.token_hex(8)}.tmp")
         self._names.append(name)
         self._hidden(name).write_bytes(start)
         return self._hidden(name)
 
-    def _open(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(self.folder)
-        _writing.add(self._token)
-        while self._lock is None or not self._hidden("zeroshard").exists():  # somebody cleared up before it was locked
-            self._unlock()
-            self._lock = lock(self._hidden("zeroshard"))
-
-    def _unlock(self) -> None:
-        descriptor, self._lock = self._lock, None
-        if descriptor is not None:
-            os.close(descriptor)
-
     def _hidden(self, name: str) -> Path:
-        return self.folder / f".{name}.{self._token}.tmp"
+        assert self._claim is not None
+        return self._claim.folder / name
 
     @property
     def files(self) -> list[Path]:
         return [self.folder / name for name in self._names]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        inside = error is not None
-        if error is None:
-            try:
-                self.show()
-            except BaseException as failed:
-                error = failed
-        needed = 0 if error is None or self._kept else self._remove()
-        self._close(failed=error is not None)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{self.folder} was not written: {error}; {self._remedy(error, needed)}") from error
-        if error is not None and not inside:
-            raise error
-
     def show(self) -> None:
-        """Makes all durable, and gives it its names, unless that was done."""
+        """Makes all files durable and gives them their names, unless that was done."""
         if self._done or not self._names:
             return
         for name in self._names:
             with open(self._hidden(name), "rb") as opened:
                 os.fsync(opened.fileno())
-        for file in self._replaced:  # before: a mixture of two models must not look like one, whatever happens now
+        for file in self._replaced:  # first: a mixture of two models must not look like one, whatever happens now
             file.unlink(missing_ok=True)
-            self._kept = True
+            self._irrevocable = True
         for name in self._names:
             if not (self.folder / name).exists():
                 self._shown.append(self.folder / name)
@@ -111,35 +88,42 @@ class Output:
         sync_folder(self.folder)
         self._done = True
 
-    def _remove(self) -> int:
-        """Takes back what was written; returns how many bytes that was."""
-        written = 0
-        for file in [*map(self._hidden, self._names), *self._shown]:
-            with contextlib.suppress(OSError):
-                written += file.stat().st_size
-                file.unlink()
-        return written
-
-    def _close(self, failed: bool) -> None:
-        """Others may write, and take away what a failure has left here under hidden names."""
-        if self._lock is not None and not any(self._hidden(name).exists() for name in self._names):
-            with contextlib.suppress(OSError):
-                self._hidden("zeroshard").unlink(missing_ok=True)
-        self._unlock()
-        _writing.discard(self._token)
-        if self._made and failed:
-            with contextlib.suppress(OSError):  # somebody else has put something there
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failure = error
+        if failure is None:
+            try:
+                self.show()
+            except BaseException as problem:
+                failure = problem
+        written, unnamed = 0, [name for name in self._names if self._hidden(name).exists()]
+        if failure is not None and not self._irrevocable:
+            for file in [*map(self._hidden, unnamed), *self._shown]:
+                with contextlib.suppress(OSError):
+                    written += file.stat().st_size
+                    file.unlink()
+        if self._claim is not None:
+            self._claim.release()
+            if not (self._irrevocable and unnamed):
+                shutil.rmtree(self._claim.folder, ignore_errors=True)
+        if failure is not None and self._made:
+            with contextlib.suppress(OSError):  # the folder is not there, or somebody has put something into it
                 self.folder.rmdir()
+        if isinstance(failure, OSError):
+            remedy = self._remedy(failure, written, unnamed)
+            raise CheckpointError(f"{self.folder} was not written: {failure}; {remedy}") from failure
+        if failure is not None and error is None:
+            raise failure
 
-    def _remedy(self, error: OSError, written: int) -> str:
-        if self._kept:
-            hidden = [name for name in self._names if self._hidden(name).exists()]
-            if not hidden:
-                return "all files are there, but may not outlive a power failure; see to that, and write them again"
+    def _remedy(self, error: OSError, written: int, unnamed: Sequence[str]) -> str:
+        if self._irrevocable and not unnamed:
+            return "all files are there, but may not outlive a power failure; see to that, and write them again"
+        if self._irrevocable:
             return (
                 "what was there before is gone, and what was written is left: see to that and, before anything else is "
-                f"written there, rename {self._hidden(hidden[0]).name} to {hidden[0]}"
-                + (f", and {len(hidden) - 1} more likewise" if len(hidden) > 1 else "")
+                f"written there, rename {self._hidden(unnamed[0]).relative_to(self.folder)} to {unnamed[0]}"
+                + (f", and {len(unnamed) - 1} more likewise" if len(unnamed) > 1 else "")
             )
         if error.errno not in NO_ROOM:
             return "what was written of it is removed; see to that, or write to another folder"
@@ -151,12 +135,96 @@ class Output:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """What writers that were killed have left. The lock goes last: by it the others are known."""
-    names = os.listdir(folder)
-    for found in filter(None, map(_LOCK.fullmatch, names)):
-        token = found[1]
-        if token not in _writing and not is_locked(folder / found[0]):
-            for name in names:
-                if name[:1] == "." and name.endswith(f".{token}.tmp") and name != found[0]:
-                    (folder / name).unlink(missing_ok=True)
-            (folder / found[0]).unlink(missing_ok=True)
+    """Removes what writers that were killed have left."""
+    for name in os.listdir(folder):
+        if _HIDDEN.fullmatch(name) and is_left(folder / name):
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+class Whole(NamedTuple):
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Shards:
+    """The safetensors files of some tensors. None is larger than ``shard_bytes``, unless one tensor is larger.
+
+    >>> import tempfile
+    >>> with Output(Path(tempfile.mkdtemp())) as output:
+    ...     shards = Shards(output, [Whole("bias", (3,), torch.float32)])
+    ...     shards.write("bias", torch.ones(3))
+    ...     shards.finish()
+    >>> [file.name for file in output.files]
+    ['model.safetensors']
+    """
+
+    def __init__(
+        self, output: Output, tensors: Sequence[Whole], shard_bytes: int = SHARD_BYTES, stem: str = "model"
+    ) -> None:
+        self._output, self._stem = output, stem
+        self._total = sum(tensor.nbytes for tensor in tensors)
+        self._places: dict[str, tuple[Whole, Path, int]] = {}
+        """By tensor, its file, and its first byte there."""
+        self._weight_map: dict[str, str] = {}
+        """By tensor, the name of its file; empty if there is one file only."""
+        self._missing = {tensor.name for tensor in tensors}
+        groups = _groups(tensors, shard_bytes)
+        for number, group in enumerate(groups, start=1):
+            many = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
+            name = f"{stem}{many}.safetensors"
+            header, offsets = _header(group)
+            file = output.new(name, header)
+            for tensor in group:
+                self._places[tensor.name] = tensor, file, len(header) + offsets[tensor.name]
+                if many:
+                    self._weight_map[tensor.name] = name
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Writes a tensor, which is on the CPU, to its place."""
+        expected, file, offset = self._places[name]
+        assert (values.dtype, tuple(values.shape)) == (expected.dtype, expected.shape), name
+        contiguous = values.detach().contiguous()
+        with open(file, "r+b") as opened:
+            opened.seek(offset)
+            opened.write(bytes_of(contiguous))
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        """All tensors are written: writes the index that says which file has which tensor."""
+        assert not self._missing, sorted(self._missing)[0]
+        if self._weight_map:
+            index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(self._weight_map.items()))}
+            self._output.new(f"{self._stem}.safetensors.index.json", as_json(index))
+
+
+def _groups(tensors: Sequence[Whole], shard_bytes: int) -> list[list[Whole]]:
+    groups: list[list[Whole]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return groups
+
+
+def _header(tensors: Sequence[Whole]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file, and where each tensor lies behind it: the widest first, so that all are aligned."""
+    table, offset = [], 0
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+        table.append((tensor.name, tensor.dtype, tensor.shape, offset))
+        offset += tensor.nbytes
+    return safetensors_header(table, {"format": "pt"}), {name: start for name, _, _, start in table}
+
+
+def as_json(value: object) -> bytes:
+    """JSON that people can read."""
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -1,15 +1,16 @@
-"""``zeroshard.save``: one folder, written by all ranks, each what it has."""
+"""``zeroshard.save``: one folder, written by all ranks. Each rank writes what it has."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,18 +19,17 @@ from ..comm.fabric import Fabric
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from ..system import compat
-from .agreement import agree
-from .background import Latest, Opened, Saving, check_not_writing
-from .contents import Contents, collect
-from .folder import discard, partial_of, prepare
-from .format import TOKEN, CheckpointError
-from .snapshot import Snapshots
+from .background import Saving, Snapshots, snapshot_bytes, wait_on_all
+from .contents import collect
+from .folder import Claim, partial_of, prepare
+from .format import CheckpointError
 from .write import remedy_of
 
 SEEN_WITHIN_SECONDS = 10.0
-"""How long a network file system may take to show a rank what another has written."""
+"""How long a network file system may take to show a rank the folder that rank 0 has made."""
 
-_latest: weakref.WeakKeyDictionary[Runtime, Latest] = weakref.WeakKeyDictionary()
+_latest: weakref.WeakKeyDictionary[Runtime, Saving] = weakref.WeakKeyDictionary()
+"""The asynchronous save that a model began last."""
 _snapshots: weakref.WeakKeyDictionary[Runtime, Snapshots] = weakref.WeakKeyDictionary()
 
 
@@ -47,17 +47,19 @@ def save(
     """Writes a checkpoint of everything that training goes on from. Collective: call it on all ranks.
 
     Args:
-        path: the checkpoint's folder, which all ranks must see. A checkpoint that is there already is replaced, but
-            not before the new one is complete; anything else that is there is an error, and stays.
-        model: what ``shard()`` returned; its parameters, frozen ones too, and its buffers are saved.
-        optimizer: likewise: masters, states, steps, settings of its groups, loss scale. None saves the model alone.
-        scheduler: anything with ``state_dict()``; rank 0's is saved.
-        loader: the data's position, by anything with ``state_dict()``; every rank's is saved.
-        extra: numbers, strings, lists, tuples, dicts and tensors of your own, which ``load()`` returns; rank 0's.
-        asynchronous: copy to host memory, and write while training goes on. What goes wrong is raised by the next
-            ``save()``, or by ``wait()`` of what this returns; where host memory has no room, it blocks and says so.
-        keep: of the complete checkpoints in the folder that ``path`` is in, leave this many of the newest;
-            what killed saves have left there goes too.
+        path: the checkpoint's folder, which all ranks must see. A checkpoint that is there already is replaced when
+            the new one is complete. Anything else that is there is an error, and stays.
+        model: the model that ``shard()`` returned. Its parameters, frozen ones too, and its buffers are saved.
+        optimizer: the optimizer that ``shard()`` returned. Masters, states, steps, settings of its groups and loss
+            scale are saved. None saves the model alone.
+        scheduler: anything with ``state_dict()``. Rank 0's is saved.
+        loader: the data's position, by anything with ``state_dict()``. Every rank's is saved.
+        extra: numbers, strings, lists, tuples, dicts and tensors of your own, which ``load()`` returns. Rank 0's is
+            saved.
+        asynchronous: copy to host memory, and write while training goes on. An error is raised by the next ``save()``,
+            or by ``wait()`` of the returned object. Without room in host memory the save blocks, and says so.
+        keep: leave this many of the newest complete checkpoints in the folder that ``path`` is in, and remove what
+            killed saves have left there.
 
     >>> import tempfile, zeroshard
     >>> model = torch.nn.Linear(4, 2)
@@ -69,104 +71,118 @@ def save(
     """
     runtime = runtime_of(model)
     fabric = runtime.fabric
-    latest = finish_latest(runtime)
+    finish_latest(runtime)
     snapshots = snapshots_of(model)
+    claim: Claim | None = None
     with compat.label("zeroshard.save"), torch.no_grad():
-        contents, target, problem = None, Path(), None
-        opened: Opened | None = None
-        lacking = 0
         try:
-            target = Path(path).absolute()
-            check_not_writing(target)
-            check_optimizer(runtime, optimizer, "save")
-            if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-                raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
-            contents = collect(runtime, optimizer, scheduler=scheduler, loader=loader, extra=extra)
-            if asynchronous:
-                lacking = snapshots.lacking(contents)
-            if fabric.rank == 0:
-                opened = _open_folder(target)
-        except Exception as error:
-            problem = error
-        with _given_up_on_error(opened):
-            everybody = agree(fabric, problem, _Ready(None if opened is None else opened.token, lacking))
-            assert contents is not None
-            opened = opened or Opened(everybody[0].token, None)
-            # Memory is got on all ranks or on none: some would block, the others wait for them in the next step.
-            lacking = max(one.lacking for one in everybody)
-            got_none = snapshots.allocate(contents) if asynchronous and lacking <= 0 else None
-            seen = agree(fabric, None, (_is_seen(target, opened.token), got_none))
-            _check_seen(target, opened.token, [sees for sees, _ in seen])
-            if asynchronous:
-                asynchronous = not _say_why_not(fabric, snapshots, contents, lacking, [why for _, why in seen])
-            saving = None
-            try:
-                if asynchronous:
+            with together(fabric) as ready:
+                target = Path(path).absolute()
+                check_optimizer(runtime, optimizer, "save")
+                if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+                    raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
+                contents = collect(runtime, optimizer, scheduler=scheduler, loader=loader, extra=extra)
+                token = secrets.token_hex(8)
+                if fabric.rank == 0:
+                    claim = _claim(target, token)
+                ready.mine = token, snapshots.lacking(contents) if asynchronous else 0
+            token, lacking = ready.all[0][0], max(bytes_lacking for _, bytes_lacking in ready.all)
+            with together(fabric) as begin:
+                size = snapshot_bytes(contents)
+                no_memory = snapshots.allocate(contents) if asynchronous and lacking <= 0 else None
+                if asynchronous and lacking <= 0 and no_memory is None:
                     contents = snapshots.take(contents)
                 elif fabric.device.type == "cuda":
                     torch.cuda.synchronize(fabric.device)  # another thread reads what is written now
                 steps = 0 if runtime.optimizer is None else runtime.optimizer.steps
-                saving = Saving(target, fabric, opened, contents, steps=steps, keep=keep)
-            except Exception as error:
-                problem = error
-            del contents
-            try:
-                agree(fabric, problem)
-            except BaseException:
-                if saving is not None:
-                    saving.give_up()
-                raise
-        assert saving is not None
+                saving = Saving(target, fabric, token, claim, contents, steps, keep)
+                del contents
+                begin.mine = _sees(partial_of(target, token)), no_memory
+            _check_seen(partial_of(target, token), [sees for sees, _ in begin.all])
+        except BaseException:
+            if claim is not None:
+                claim.discard()
+            raise
+        # All ranks block or none does: the others would wait in the next step for those that do.
+        if asynchronous and (why := _why_blocking(size, lacking, [text for _, text in begin.all])):
+            _say(fabric, f"zeroshard: {why}, so this save blocks")
+            asynchronous = False
         saving.begin()
         if asynchronous:
-            latest.begin(saving)
+            _latest[runtime] = saving
         else:
             saving.wait()
     return saving
 
 
-class _Ready(NamedTuple):
-    """What ranks tell each other before a save begins."""
+class Answers:
+    """What every rank told the others at the end of a block of ``together``."""
 
-    token: str | None
-    """Of rank 0: what the new folder is called by."""
-    lacking: int
-    """Bytes of host memory that a snapshot would take too many."""
+    def __init__(self) -> None:
+        self.mine: Any = None
+        self.all: list[Any] = []
 
 
 @contextmanager
-def _given_up_on_error(opened: Opened | None) -> Iterator[None]:
-    """A save that does not begin leaves no folder."""
+def together(fabric: Fabric) -> Iterator[Answers]:
+    """All ranks come to the end of a block, or all raise: one that left alone would make the others wait. Collective.
+
+    A rank raises its own error. The others raise CheckpointError with its text.
+    """
+    answers, problem = Answers(), None
     try:
-        yield
-    except BaseException:
-        if opened is not None and opened.claim is not None:
-            discard(opened.claim)
-        raise
+        yield answers
+    except Exception as error:
+        problem = error
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    everybody = fabric.gather_objects((text, answers.mine))
+    if problem is not None:
+        raise problem
+    for rank, (text, _) in enumerate(everybody):
+        if text is not None:
+            raise CheckpointError(f"rank {rank} failed: {text}")
+    answers.all = [mine for _, mine in everybody]
 
 
-def _say_why_not(
-    fabric: Fabric, snapshots: Snapshots, contents: Contents, lacking: int, got_none: Sequence[str | None]
-) -> bool:
-    """Whether a save must block, for want of memory; and says so."""
-    if lacking > 0:
-        size = snapshots.size(contents) / 2**30
-        why = f"a snapshot takes {size:.2f} GiB of host memory a rank, {lacking / 2**30:.2f} GiB too much"
+def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
+    """Has rank 0 do work that may take longer than ranks wait for each other. Raises on all ranks if it fails."""
+    done, problems = threading.Event(), []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            problems.append(error)
+        finally:
+            done.set()
+
+    if fabric.rank == 0:
+        threading.Thread(target=run, name="zeroshard rank 0", daemon=True).start()
     else:
-        failed = [(rank, text) for rank, text in enumerate(got_none) if text is not None]
-        if not failed:
-            return False
-        snapshots.give_back()
-        why = f"rank {failed[0][0]} got no host memory for a snapshot ({failed[0][1]})"
-    _say(fabric, f"zeroshard: {why}, so this save blocks")
-    return True
+        done.set()
+    wait_on_all(fabric, done)
+    with together(fabric):
+        for problem in problems:
+            raise problem
 
 
-def finish_latest(runtime: Runtime) -> Latest:
+def _why_blocking(size: int, lacking: int, no_memory: Sequence[str | None]) -> str | None:
+    """Why there is not enough memory for a snapshot on every rank; None if there is."""
+    if lacking > 0:
+        return f"a snapshot takes {size / 2**30:.2f} GiB of host memory a rank, {lacking / 2**30:.2f} GiB too much"
+    for rank, text in enumerate(no_memory):
+        if text is not None:
+            return f"rank {rank} got no host memory for a snapshot ({text})"
+    return None
+
+
+def finish_latest(runtime: Runtime) -> None:
     """Waits for the save that a model began last; raises what went wrong with it. Collective."""
-    latest = _latest.setdefault(runtime, Latest())
-    latest.wait(lambda text: _say(runtime.fabric, text))
-    return latest
+    saving = _latest.pop(runtime, None)
+    if saving is not None:
+        if not saving.done:
+            _say(runtime.fabric, f"zeroshard: {saving.path} is still being written, and is waited for")
+        saving.wait()
 
 
 def snapshots_of(model: nn.Module) -> Snapshots:
@@ -181,45 +197,30 @@ def check_optimizer(runtime: Runtime, optimizer: object, what: str) -> None:
         raise ValueError(f"{what}(): this optimizer is not the model's; pass both as zeroshard.shard() returned them")
 
 
-def _open_folder(path: Path) -> Opened:
-    """An empty folder that is this job's; on rank 0."""
-    token = secrets.token_hex(8)
+def _claim(path: Path, token: str) -> Claim:
     try:
-        claim = prepare(path, token)
+        return prepare(path, token)
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path} cannot be written: {error}{remedy_of(error)}") from error
-    with _given_up_on_error(opened := Opened(token, claim)):
-        try:
-            (claim.folder / TOKEN).write_text(token)
-        except Exception as error:
-            raise CheckpointError(f"{path} cannot be written: {error}{remedy_of(error)}") from error
-    return opened
 
 
-def _is_seen(path: Path, token: str) -> bool:
-    """Whether this rank sees what rank 0 has written."""
+def _sees(folder: Path) -> bool:
+    """True if this rank sees the folder that rank 0 has made. Its name has a token, so it can be no other folder."""
     deadline = time.monotonic() + SEEN_WITHIN_SECONDS
-    while not (seen := _sees(path, token)) and time.monotonic() < deadline:
+    while not (seen := folder.is_dir()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return seen
 
 
-def _check_seen(path: Path, token: str, seen: Sequence[bool]) -> None:
+def _check_seen(folder: Path, seen: Sequence[bool]) -> None:
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise CheckpointError(
-            f"rank {', '.join(map(str, blind))} cannot see {partial_of(path, token)} as rank 0 wrote it; all "
+            f"rank {', '.join(map(str, blind))} cannot see {folder}, which rank 0 has made; all "
             "ranks must save to one folder, on a file system that every node has mounted at the same place"
         )
-
-
-def _sees(path: Path, token: str) -> bool:
-    try:
-        return (partial_of(path, token) / TOKEN).read_text() == token
-    except (OSError, ValueError):
-        return False
 
 
 def _say(fabric: Fabric, text: str) -> None:

@@ -1,6 +1,6 @@
 """Python values as JSON, and back: numbers, strings, lists, tuples, dicts and tensors, and nothing that could run.
 
-Small tensors stand in the JSON as their bits; large ones are left to whoever writes files, and named.
+The bits of a small tensor stand in the JSON. A large tensor is written as a range, and the JSON has its name.
 """
 
 from __future__ import annotations
@@ -15,43 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .format import CheckpointError
+from .format import DTYPES, SAFETENSORS, CheckpointError
 
 SMALL_BYTES = 1024
-"""Tensors up to this stand in the JSON."""
+"""Bytes of the largest tensor whose bits stand in the JSON."""
 DEEPEST = 64
-"""Levels of nesting that are read or written."""
+"""Levels of nesting that may be read or written."""
 TAG = "$"
-"""Marks a dict that stands for something else than itself."""
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+"""A key that marks a dict as standing for another value."""
 
 NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-"""All of torch's: a value may be a dtype that no tensor in a checkpoint has."""
+"""All dtypes of torch, by name: a value may be a dtype that no tensor in a checkpoint has."""
 LARGEST_INT_BITS = 14_000
-"""Python reads and writes integers up to 4300 digits."""
+"""Python turns integers of up to 4300 digits into text and back."""
 
 
 class EncodingError(ValueError):
-    """A value that cannot be written, or JSON that stands for none."""
+    """A value cannot be written as JSON, or JSON stands for no value."""
 
 
 def encode(value: object, where: str, large: Callable[[Tensor], str], depth: int = 0) -> Any:
-    """A value as JSON; ``large`` takes a tensor that is to be written elsewhere and names it."""
+    """Returns a value as JSON. ``large`` takes a tensor to be written elsewhere, and returns a name for it."""
     if depth > DEEPEST:
         raise EncodingError(f"{where} is nested more than {DEEPEST} levels deep")
     if value is None or isinstance(value, bool | str):
@@ -77,7 +61,7 @@ def encode(value: object, where: str, large: Callable[[Tensor], str], depth: int
         return items if isinstance(value, list) else {TAG: "tuple", "items": items}
     if isinstance(value, Mapping):
         return _encode_mapping(value, where, large, depth)
-    if hasattr(value, "item") and not getattr(value, "shape", ()):  # a number of numpy's
+    if hasattr(value, "item") and not getattr(value, "shape", ()):  # a number of numpy
         return encode(value.item(), where, large, depth + 1)
     raise EncodingError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: it takes numbers, strings, None, lists, "
@@ -99,7 +83,7 @@ def _encode_mapping(value: Mapping[Any, Any], where: str, large: Callable[[Tenso
 
 
 def _encode_tensor(value: Tensor, where: str, large: Callable[[Tensor], str]) -> Any:
-    if value.layout is not torch.strided or str(value.dtype).removeprefix("torch.") not in DTYPES:
+    if value.layout is not torch.strided or value.dtype not in SAFETENSORS:
         raise EncodingError(f"{where} is a tensor of {value.dtype} and {value.layout}, which a checkpoint cannot hold")
     if value.is_meta:
         raise EncodingError(f"{where} is a tensor on the meta device, which has no elements that could be saved")
@@ -107,12 +91,11 @@ def _encode_tensor(value: Tensor, where: str, large: Callable[[Tensor], str]) ->
     if value.nbytes > SMALL_BYTES:
         return {TAG: "large", "name": large(value)}
     bits = bytes(value.contiguous().reshape(-1).view(torch.uint8).cpu().tolist())
-    dtype = str(value.dtype).removeprefix("torch.")
-    return {TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "bits": bits.hex()}
+    return {TAG: "tensor", "dtype": SAFETENSORS[value.dtype], "shape": list(value.shape), "bits": bits.hex()}
 
 
 def decode(value: Any, where: str, large: Callable[[str], Tensor], depth: int = 0) -> Any:
-    """The value that JSON stands for; ``large`` finds a tensor that was written elsewhere."""
+    """Returns the value that JSON stands for. ``large`` finds a tensor that was written elsewhere, by its name."""
     if depth > DEEPEST:
         raise EncodingError(f"{where} is nested more than {DEEPEST} levels deep")
     if isinstance(value, list):
@@ -124,7 +107,7 @@ def decode(value: Any, where: str, large: Callable[[str], Tensor], depth: int = 
     try:
         return _decode_tagged(value, where, large, depth)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, EncodingError | CheckpointError):  # that a file is damaged, of a large tensor
+        if isinstance(error, EncodingError | CheckpointError):  # also: the file of a large tensor is damaged
             raise
         raise EncodingError(f"{where} holds something that is no value: {type(error).__name__}: {error}") from error
 

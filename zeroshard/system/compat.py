@@ -16,24 +16,25 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
+
+from .structures import map_tensors, tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside a backward pass: recomputation calls forward hooks there."""
+    """Whether this thread is inside a backward pass. Recomputation calls forward hooks there."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Runs ``callback`` when the backward pass that is running now has ended. DDP and FSDP use the same queue."""
+    """Runs ``callback`` at the end of the backward pass that runs now. DDP and FSDP use the same queue."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def run_backward(loss: Tensor) -> None:
-    """The same as ``loss.backward()``, which leaves a mode for torch's functions, so recomputation would not see it."""
+    """The same as ``loss.backward()``, but modes for torch's functions stay active, so that recomputation sees them."""
     engine, ones = torch.autograd.Variable._execution_engine, torch.ones_like(loss)
     engine.run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -42,16 +43,16 @@ _UNLABELLED = nullcontext()
 
 
 def label(name: str) -> AbstractContextManager[Any]:
-    """A name for a phase in the profiler's trace. Costs nothing while no profiler runs; the public one 10 µs."""
+    """A name for a phase in the profiler's trace. Free while no profiler runs; the public function costs 10 µs."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return torch.profiler.record_function(name)
     return _UNLABELLED
 
 
 def watch_shortages(told: Callable[[int, int, int, int], None]) -> None:
-    """Calls ``told`` (device, bytes asked for, allocated, free) when a GPU's memory is out, before that is raised.
+    """Calls ``told`` (device, bytes asked for, allocated, free) when a GPU runs out of memory, before torch raises.
 
-    On whatever thread it happens, autograd's too, whose exceptions no hook sees. It stays for the process.
+    The call happens on any thread, also on the threads of autograd, whose exceptions no hook sees. It cannot be undone.
     """
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None:
@@ -72,12 +73,12 @@ def expand_segments() -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written in place, as autograd counts it."""
+    """How many times a tensor was written in place, as autograd counts."""
     return int(tensor._version)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers by name, those among them that are None, without a walk through its children."""
+    """The buffers of a module itself by name, also those that are None. Faster than ``named_buffers()``."""
     return module._buffers
 
 
@@ -87,12 +88,12 @@ def empty_buffers(module: nn.Module) -> list[str]:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks of its own run around a module's forward."""
+    """Whether a module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks run around every module's forward."""
+    """Whether there are forward hooks for all modules."""
     return bool(nn.modules.module._has_any_global_hook())
 
 
@@ -102,15 +103,15 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor's local part itself, where ``to_local()`` gives a view of it; any other tensor as it is."""
+    """The local part of a DTensor itself, not a view of it as ``to_local()`` returns. Other tensors are returned."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def point(tensor: Tensor, memory: Tensor) -> None:
-    """Makes a tensor, or its local part, the given memory, and keeps the object; what ``.data =`` does to plain ones.
+    """Gives a tensor other memory. The object stays.
 
-    On a DTensor ``.data =`` changes the outside alone. The outside knows dtype and device, so where these change it is
-    exchanged too.
+    For a plain tensor this is ``.data =``. For a DTensor it replaces the local part, which ``.data =`` does not change.
+    The DTensor itself has a dtype and a device. If these change, its content is exchanged too.
     """
     if not isinstance(tensor, DTensor):
         tensor.data = memory
@@ -132,67 +133,57 @@ def point(tensor: Tensor, memory: Tensor) -> None:
 
 
 def mesh_ranks(mesh: DeviceMesh) -> Any:
-    """The ranks of a mesh as lists. It computes them when asked, which a dry run without values must not see."""
+    """The ranks of a mesh as lists. Modes are off, because a mesh computes its ranks, and a dry run has no values."""
     with _disable_current_modes():
         return mesh.mesh.tolist()
 
 
 def completed(tensor: Tensor) -> Tensor:
-    """A tensor that a functional collective may still be filling, once it is filled."""
+    """Waits for the functional collective that fills a tensor, if there is one, and returns the tensor."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no values, as in a dry run without a device."""
+    """Whether a tensor has a shape but no values, as in a dry run without a device."""
     return isinstance(local_tensor(tensor), FakeTensor)
 
 
 def pointer(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; a fake one has none, and its storage's identity stands in."""
-    return int(tensor.untyped_storage()._cdata) if is_fake(tensor) else tensor.data_ptr()
+    """The address of a tensor's memory. For a fake tensor, which has no memory, its storage's identity."""
+    return storage_key(tensor) if is_fake(tensor) else tensor.data_ptr()
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """``version`` of each: asked for all parameters at every gather and release."""
+    """``version`` of each. One call, because every gather and release asks for all parameters."""
     return [tensor._version for tensor in tensors]
 
 
 def pointers(tensors: Sequence[Tensor]) -> list[int]:
-    """``pointer`` of each; all have memory, or none has."""
+    """``pointer`` of each. Either all are fake, or none."""
     if tensors and is_fake(tensors[0]):
         return [pointer(tensor) for tensor in tensors]
     return [tensor.data_ptr() for tensor in tensors]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Tells storages apart."""
+    """A number that tells storages apart."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def without_values() -> AbstractContextManager[Any]:
-    """Inside, new tensors have shapes and no values, and operations compute shapes alone."""
+    """In this context new tensors have shapes but no values, and operations compute only shapes."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class OperationMode(TorchDispatchMode):
-    """Inside, ``run`` is called in place of each operation of torch."""
+    """In this context ``run`` is called in place of each operation of torch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
     def run(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """For those who write one."""
+        """Runs one operation. A subclass defines this."""
         raise NotImplementedError
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Those in a structure of arguments or results of an operation."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """The same structure with other leaves."""
-    return tree_map(function, values)
 
 
 def writes(operation: Any) -> bool:
@@ -201,56 +192,59 @@ def writes(operation: Any) -> bool:
 
 
 def operation_name(operation: Any) -> str:
-    """As in ``empty_like``, without its kinds of arguments."""
+    """The name of an operation, such as ``empty_like``, without its overload."""
     return str(operation._opname)
 
 
 def _flops(count: Callable[..., float], args: Any, kwargs: Any, result: Any) -> float:
-    """Of one operation. Attention's formula of torch 2.11 refuses fewer heads of keys and values than of queries."""
+    """FLOPs of one operation.
+
+    In torch 2.11 the formula for attention refuses fewer heads for keys and values than for queries. Then it is asked
+    as if all had the same number of heads.
+    """
     try:
         return count(*args, **kwargs, out_val=result)
     except AssertionError:
         heads = max(tensor.shape[1] for tensor in tensors_in(args) if tensor.dim() == 4)
 
-    def with_all_heads(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() != 4:
+    def with_all_heads(value: Tensor) -> Tensor:
+        if value.dim() != 4:
             return value
         return torch.empty(value.shape[0], heads, *value.shape[2:], dtype=value.dtype, device="meta")
 
-    return count(*map_leaves(with_all_heads, args), **kwargs, out_val=result)
+    return count(*map_tensors(with_all_heads, args), **kwargs, out_val=result)
 
 
-class OperationWatch(TorchDispatchMode):
-    """Inside, ``see`` is called with the tensors that each operation of torch gives; of DTensors, with local parts."""
+class OperationWatch(OperationMode):
+    """In this context ``see`` is called with the results of each operation of torch. For DTensors: local parts."""
 
     flops = 0.0
-    """Of products and convolutions so far."""
+    """FLOPs of products and convolutions so far."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func.overloadpacket)  # not torch's own mode for it, whose hooks keep tensors alive
+    def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operation(*args, **kwargs)
+        count = flop_registry.get(operation.overloadpacket)  # torch's own FlopCounterMode has hooks that leak tensors
         if count is not None:
-            self.flops += _flops(count, args, kwargs or {}, result)
+            self.flops += _flops(count, args, kwargs, result)
         self.see([local_tensor(tensor) for tensor in tensors_in(result)])
         return result
 
     def see(self, tensors: list[Tensor]) -> None:
-        """For those who watch to write."""
+        """Gets the results of one operation. A subclass defines this."""
         raise NotImplementedError
 
 
 @contextmanager
 def watch_functional_collectives(see: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Inside, ``see`` is told of every functional collective: its name, elements of the whole, and bytes of each."""
+    """Calls ``see`` for every functional collective with its name, the elements of the whole, and bytes of each."""
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if func.namespace == "_c10d_functional":
-                tensors = tensors_in((args, result))
-                if tensors:
-                    largest = max(tensors, key=Tensor.numel)
-                    see(func._opname, largest.numel(), largest.itemsize)
+    class Watch(OperationMode):
+        def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = operation(*args, **kwargs)
+            if operation.namespace == "_c10d_functional":
+                largest = max(tensors_in((args, result)), key=Tensor.numel, default=None)
+                if largest is not None:
+                    see(operation._opname, largest.numel(), largest.itemsize)
             return result
 
     with Watch():  # type: ignore[no-untyped-call]
@@ -259,11 +253,11 @@ def watch_functional_collectives(see: Callable[[str, int, int], None]) -> Iterat
 
 @contextmanager
 def one_rank_of(world: int, rank: int) -> Iterator[None]:
-    """Inside, this process is one rank of a world whose other ranks are not there; collectives move nothing."""
-    from torch.distributed.tensor import debug  # not above: importing it sets a variable of the environment
+    """In this context this process is one rank of a world without other ranks. Collectives move nothing."""
+    from torch.distributed.tensor import debug  # here, because the import sets a variable of the environment
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # DTensor remembers results with the mesh they were found on, which equals one whose groups are gone by now.
+    # DTensor caches results by mesh. A new mesh may equal an old mesh whose process groups are gone.
     debug._clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -273,7 +267,7 @@ def one_rank_of(world: int, rank: int) -> Iterator[None]:
 
 
 def calling(function: Callable[..., Any], **others: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function of torch's that calls others in place of those of these names; torch stays as it is."""
+    """A copy of a function of torch that calls other functions under these names. Torch itself is not changed."""
     if not isinstance(function, FunctionType):
         return function
     known = {**function.__globals__, **others}
@@ -283,17 +277,17 @@ def calling(function: Callable[..., Any], **others: Callable[..., Any]) -> Calla
 
 
 def untraced(function: Function) -> Function:
-    """Keeps ``torch.compile`` from tracing a hook: it breaks the graph there instead."""
+    """Makes ``torch.compile`` break the graph at a hook instead of tracing it."""
     return cast(Function, torch.compiler.disable(function))
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies each source into its target: one kernel for many small tensors on CUDA."""
+    """Copies each source into its target. On CUDA one kernel copies many small tensors."""
     torch._foreach_copy_(targets, sources)
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, computed in ``dtype``: one kernel for many tensors on CUDA."""
+    """The 2-norm of each tensor, computed in ``dtype``. On CUDA one kernel serves many tensors."""
     return list(torch._foreach_norm(tensors, 2.0, dtype=dtype)) if tensors else []
 
 
@@ -301,10 +295,10 @@ _connections: list[tuple[weakref.ref[Any], Any]] = []
 
 
 def default_store() -> Any:
-    """The key-value store behind the default process group, where ranks post how far they are.
+    """The key-value store of the default process group, where ranks post their progress.
 
-    Over a connection of its own, which nobody else can block: one for all models of a process, as it takes time and a
-    place at rank 0 to open.
+    The connection is separate, so that no other use can block it. All models of a process share one connection, because
+    opening it takes time and resources at rank 0.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     if not _connections or _connections[0][0]() is not store:
@@ -314,33 +308,33 @@ def default_store() -> Any:
             own = store
         if own is store:
             return own
-        _connections[:] = [(weakref.ref(store), own)]  # the store itself ends with its group, and its server with it
+        _connections[:] = [(weakref.ref(store), own)]  # weak, so that the store and its server end with their group
     return _connections[0][1]
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tells schedulers built on this handle that it has stepped, for they warn on a handle that never does."""
+    """Marks an optimizer as stepped. Schedulers warn if their optimizer has never stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def adopt_step_hooks(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> None:
-    """Lets step hooks that the user registered on the old handle fire on the new one."""
+    """Lets step hooks that the user registered on the old optimizer run on the new one."""
     new._optimizer_step_pre_hooks.update(old._optimizer_step_pre_hooks)
     new._optimizer_step_post_hooks.update(old._optimizer_step_post_hooks)
 
 
 def wrap_conversion(module: nn.Module, wrap: Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]) -> None:
-    """Wraps what ``.to()``, ``.half()``, ``.cuda()`` and their kin go through on one module; no public name does."""
+    """Wraps the method of a module that ``.to()``, ``.half()``, ``.cuda()`` and others call. It has no public name."""
     module._apply = wrap(module._apply)  # type: ignore[method-assign]
 
 
 def count_attributes(module: nn.Module) -> int:
-    """How many attributes a module has, without the one that ``wrap_conversion`` sets. Looks at none of them."""
+    """How many attributes a module has, without the one that ``wrap_conversion`` sets."""
     attributes = vars(module)
     return len(attributes) - ("_apply" in attributes)
 
 
 def prepare_for_writing(tensors: list[Tensor]) -> None:
-    """Counts a write on each tensor, so that a backward through its old value raises as in plain torch."""
+    """Counts a write to each tensor, so that a backward through an old value raises as in plain torch."""
     if tensors:
         torch.autograd.graph.increment_version(tensors)

@@ -1,4 +1,4 @@
-"""Callables that are attached to a model: they keep out of compiled graphs, and refuse to be copied along with it."""
+"""Callables that are attached to a model. They are not traced by ``torch.compile``, and they refuse to be copied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import compat
 
 
 class NotCopyable:
-    """What belongs to a sharded model cannot be copied: the parameters it speaks of are not all here."""
+    """A part of a sharded model, which cannot be copied: this rank does not have all of its parameters."""
 
     def __deepcopy__(self, memo: object) -> NotCopyable:
         raise _refusal()
@@ -19,7 +19,7 @@ class NotCopyable:
 
 
 class Hook(NotCopyable):
-    """A function as a hook of a module or tensor. ``torch.compile`` breaks its graph there instead of tracing it."""
+    """A function as a hook of a module or tensor. ``torch.compile`` breaks its graph there."""
 
     __slots__ = ("_function",)
 

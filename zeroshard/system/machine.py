@@ -1,8 +1,8 @@
-"""Facts about the machine, and the one that must be known before torch multiplies: does its AMX work?
+"""Facts about the machine: its cores, its memory, its GPUs, and whether its AMX works.
 
-Some virtual machines advertise AMX in their CPU flags but fault on it, so that the first bf16 matrix product on the
-CPU ends the process with an illegal instruction. That cannot be caught inside the process, so it is tried in a child.
-Importing this module starts no process and sets no variable.
+Some virtual machines advertise AMX in their CPU flags but fault on it: the first bf16 matrix product on the CPU ends
+the process with an illegal instruction. A process cannot catch that, so a child process tries the product. Importing
+this module starts no process and sets no variable.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,7 @@ ISA_VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
 ISA_WITHOUT_AMX: Final = "AVX512_CORE_BF16"
 _ISA_VARIABLES: Final = (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")  # oneDNN still reads its old name too
 
-# Large enough that torch hands the product to oneDNN (it keeps those under 16³ to itself). The fault is expected, so it
+# Large enough that torch hands the product to oneDNN, which gets none below 16³. The fault is expected, so the child
 # leaves no core file.
 _PROBE: Final = """
 import resource, torch
@@ -80,7 +80,7 @@ def read_cpuinfo() -> str:
 
 
 def probe_amx(cpuinfo: str | None = None, probe: Callable[[], int] | None = None, cache: Path | None = None) -> Amx:
-    """Say whether AMX works here, asking a child process at most once per CPU model and torch version.
+    """Say whether AMX works here. A child process is asked at most once per CPU model and torch version.
 
     Args:
         cpuinfo: text in the format of `/proc/cpuinfo`; this machine's when not given.
@@ -92,22 +92,18 @@ def probe_amx(cpuinfo: str | None = None, probe: Callable[[], int] | None = None
         return Amx.ABSENT
     if any(os.environ.get(name) for name in _ISA_VARIABLES):
         return Amx.CAPPED
-    # Named by what the answer depends on, so that an upgrade of torch or a migrated home folder asks again.
+    # The answer depends on the CPU and on torch. Another CPU or another torch gives another file name.
     key = hashlib.sha256(f"{cpu.model}\n{torch.__version__}".encode()).hexdigest()[:16]
     remembered = (cache or cache_folder()) / f"amx-{key}"
-    match _read(remembered):
-        case "works":
-            return Amx.WORKS
-        case "faults":
-            return Amx.FAULTS
-    status = (probe or _probe_in_child)()
-    if status == 0:
-        _remember(remembered, "works")
-        return Amx.WORKS
-    if status == -signal.SIGILL:
-        _remember(remembered, "faults")
-    # Any other signal may be an accident (a kill for memory): believed for this run, not remembered.
-    return Amx.FAULTS if status < 0 else Amx.UNKNOWN
+    known = {"works": Amx.WORKS, "faults": Amx.FAULTS}
+    answer = _read(remembered)
+    if answer not in known:
+        status = (probe or _probe_in_child)()
+        answer = {0: "works", -signal.SIGILL: "faults"}.get(status)
+        if answer is None:  # another signal may be an accident, such as a kill for memory: not remembered
+            return Amx.FAULTS if status < 0 else Amx.UNKNOWN
+        _remember(remembered, answer)
+    return known[answer]
 
 
 def ensure_bf16_matmul(
@@ -115,8 +111,8 @@ def ensure_bf16_matmul(
 ) -> str | None:
     """Make bf16 matrix products on the CPU safe; call it before the first one.
 
-    Where AMX faults, oneDNN is told not to use it: it reads the variable when it first multiplies, so torch may already
-    be imported. Every rank of a job may call this at once. Arguments are those of `probe_amx`.
+    Where AMX faults, a variable tells oneDNN not to use it. oneDNN reads the variable when it first multiplies, so
+    torch may already be imported. Every rank of a job may call this at once. Arguments are those of `probe_amx`.
 
     Returns:
         One line to print when something was changed, otherwise None.
@@ -129,8 +125,7 @@ def ensure_bf16_matmul(
 
 def usable_cores() -> int:
     """Return how many cores this process may use: its affinity, capped by the container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = cgroup_cores()
+    cores, quota = len(os.sched_getaffinity(0)), cgroup_cores()
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
@@ -149,35 +144,33 @@ def cgroup_cores() -> float | None:
 def usable_memory() -> int:
     """Return the host memory in bytes that this process may use: the machine's, capped by the container's limit."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(Path(limit))
-        if text is not None and text.isdigit():
-            memory = min(memory, int(text))
-    return memory
+    return min([memory, *(limit for limit, _ in _cgroup_memory())])
 
 
 def available_memory() -> int:
     """Return the host memory in bytes that is free for use now, in this container too."""
-    memory = usable_memory()
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            memory = min(memory, int(line.split()[1]) * 1024)
+    free = _entry(Path("/proc/meminfo"), "MemAvailable:")
+    return min([usable_memory(), *(room for _, room in _cgroup_memory()), *([] if free is None else [free * 1024])])
+
+
+def _cgroup_memory() -> Iterator[tuple[int, int]]:
+    """The limit of each control group of this process, and how many bytes of it are free."""
     for folder, limit, used in (
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         most, now = _read(Path(folder, limit)), _read(Path(folder, used))
         if most is not None and most.isdigit() and now is not None and now.isdigit():
-            memory = min(memory, int(most) - int(now) + _reclaimable(Path(folder, "memory.stat")))
-    return memory
+            # Usage counts cached files, and the kernel gives their memory back on demand.
+            stat = Path(folder, "memory.stat")
+            cached = _entry(stat, "inactive_file ") or _entry(stat, "total_inactive_file ") or 0
+            yield int(most), int(most) - int(now) + cached
 
 
-def _reclaimable(stat: Path) -> int:
-    """Bytes of cached files, which a container's usage counts and the kernel gives back on demand."""
-    for line in (_read(stat) or "").splitlines():
-        if line.startswith(("inactive_file ", "total_inactive_file ")):
-            return int(line.split()[1])
-    return 0
+def _entry(file: Path, key: str) -> int | None:
+    """Return the number that follows a key in a file of the kernel, None where there is none."""
+    found = re.search(rf"^{key}\s*(\d+)", _read(file) or "", re.MULTILINE)
+    return None if found is None else int(found.group(1))
 
 
 def _probe_in_child() -> int:
@@ -200,8 +193,8 @@ def device_of_rank(
 
     Args:
         wanted: a device with or without an index.
-        environment: torchrun's variables. Without `LOCAL_RANK` it is the GPU that torch uses now.
-        gpus: how many GPUs this process sees; asked of torch when not given.
+        environment: torchrun's variables. Without `LOCAL_RANK` the device is the GPU that torch uses now.
+        gpus: how many GPUs this process sees; torch is asked when not given.
 
     Raises:
         ValueError: there is no such GPU, with the remedy.
@@ -218,7 +211,7 @@ def device_of_rank(
     if index is not None:
         source, remedy = f"device={str(wanted)!r}", f"name one of cuda:0 to cuda:{count - 1}, or leave device= out"
     elif count == 1 and environment.get("CUDA_VISIBLE_DEVICES"):
-        return torch.device("cuda", 0)  # a launcher that shows each rank its own GPU alone, as Slurm can
+        return torch.device("cuda", 0)  # the launcher shows each rank only its own GPU, as Slurm can
     elif "LOCAL_RANK" in environment:
         index = int(environment["LOCAL_RANK"])
         source, remedy = f"LOCAL_RANK={index}", "start fewer ranks a node, or pass device="
@@ -230,20 +223,20 @@ def device_of_rank(
 
 
 def device_title(device: torch.device) -> str:
-    """Return what a device, or the processor, calls itself."""
+    """Return the name of a GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return Cpu.parse(read_cpuinfo()).model
 
 
 def cache_folder() -> Path:
-    """Return where answers about this machine are remembered."""
+    """Return the folder for answers about this machine and for libraries that are built on it."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "zeroshard"
 
 
 def _remember(file: Path, text: str) -> None:
-    """Write a small file whole or not at all, as other ranks may write it too; a cache that fails is only slower."""
+    """Write a small file whole or not at all, because other ranks may write it too. Errors only make things slower."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:

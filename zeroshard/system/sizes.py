@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def size_text(size: float) -> str:
-    """Bytes as one reads them.
+    """A number of bytes as text, with three digits.
 
     >>> size_text(31.44e9), size_text(2e6)
     ('31.4 GB', '2 MB')

@@ -1,16 +1,16 @@
-"""Tensors inside the structures that models take and return: found, or replaced one by one."""
+"""Tensors inside the structures that models and operations take and return: found, or replaced one by one."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Leaf = TypeVar("Leaf")
+WITHOUT_TENSORS = (str, int, float, type, nn.Module, torch.SymInt, torch.SymFloat, type(None))
 
 
 def tensors_in(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -18,7 +18,7 @@ def tensors_in(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if value is None or isinstance(value, str | int | float | type | nn.Module) or callable(value):
+    if isinstance(value, WITHOUT_TENSORS) or callable(value):
         return
     seen = set() if seen is None else seen
     if id(value) in seen:
@@ -35,30 +35,29 @@ def tensors_in(value: object, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same structure with every tensor replaced. Objects of other kinds are passed through untouched."""
+    """The same structure with every tensor replaced. Objects of other kinds stay as they are."""
     return map_leaves(Tensor, function, value)
 
 
-def map_leaves(kind: type[Leaf], function: Callable[[Leaf], Any], value: Any) -> Any:
-    """The same structure with everything of one kind replaced."""
-    if isinstance(value, kind):
+def map_leaves(kinds: type | tuple[type, ...], function: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure with every object of these kinds replaced."""
+    if isinstance(value, kinds):
         return function(value)
     if isinstance(value, Mapping):
-        changed = {key: map_leaves(kind, function, entry) for key, entry in value.items()}
+        changed = {key: map_leaves(kinds, function, entry) for key, entry in value.items()}
         if type(value) is dict:
             return changed
         mapping: Any = copy.copy(value)
         for key, entry in changed.items():  # not update(), which Hugging Face's outputs refuse
             mapping[key] = entry
         return mapping
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(kind, function, entry) for entry in value))
     if isinstance(value, tuple | list):
-        return type(value)(map_leaves(kind, function, entry) for entry in value)
+        entries = [map_leaves(kinds, function, entry) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         record = copy.copy(value)
-        for entry in dataclasses.fields(value):
-            object.__setattr__(record, entry.name, map_leaves(kind, function, getattr(value, entry.name)))
+        for field in dataclasses.fields(value):
+            object.__setattr__(record, field.name, map_leaves(kinds, function, getattr(value, field.name)))
         return record
     return value
 

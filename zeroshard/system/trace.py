@@ -1,11 +1,11 @@
-"""What ran when: the device's computing, copies both ways and the host's updates, by its own clocks.
+"""A trace of what ran when: computing on the device, copies both ways, and updates on the host.
 
     with zeroshard.trace("step.json") as trace:
         ...                                    # a step or two
-    print(trace.exposed_copies())              # share of the time in which copies were all that happened
+    print(trace.exposed_copies())              # share of the time in which nothing but copies ran
 
-Off, it costs one comparison a phase. On, it costs two events a phase on the device and no synchronisation until the
-block ends. The file opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+Without a trace a phase costs one comparison. With a trace a phase costs two events on the device, and nothing waits
+for the device until the block ends. The file opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -25,15 +25,19 @@ COMPUTE, DOWN, UP, UPDATE = "compute", "to the host", "to the device", "host upd
 COPIES, WORK = (DOWN, UP), (COMPUTE, UPDATE)
 
 
-class Waits(Protocol):
-    """Something that works in the background."""
+Moment = torch.cuda.Event | float
+"""A point in time: an event on the device, or seconds by the host's clock."""
+
+
+class BackgroundWork(Protocol):
+    """Work that goes on while the training thread does something else."""
 
     def wait(self) -> None:
-        """Until it has nothing to do."""
+        """Returns when all its work is done."""
 
 
 class Span(NamedTuple):
-    """Seconds since the trace began, on one track."""
+    """A phase on one track, in seconds since the trace began."""
 
     track: str
     name: str
@@ -42,14 +46,13 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Spans that are being recorded, or have been."""
+    """The spans of one ``with`` block."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._open: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._phase: str | None = None
-        self._phase_began: torch.cuda.Event | float | None = None
+        self._recorded: list[tuple[str, str, Moment, Moment]] = []
+        self._phase: tuple[str, Moment] | None = None
         self.spans: list[Span] = []
         """All spans in the order of their beginning, once the block has ended."""
         if device is not None:
@@ -59,63 +62,59 @@ class Trace:
             self._zero.synchronize()
         self._began = time.perf_counter()
 
-    @contextmanager
-    def on_host(self, track: str, name: str) -> Iterator[None]:
+    def on_host(self, track: str, name: str) -> AbstractContextManager[None]:
         """A phase by the host's clock."""
-        start = time.perf_counter() - self._began
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.spans.append(Span(track, name, start, time.perf_counter() - self._began))
+        return self._span(track, name, time.perf_counter)
 
-    @contextmanager
-    def on_stream(self, track: str, name: str) -> Iterator[None]:
+    def on_stream(self, track: str, name: str) -> AbstractContextManager[None]:
         """A phase of the current stream, or of the host where there is no device."""
-        if self._device is None:
-            with self.on_host(track, name):
-                yield
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        try:
-            yield
-        finally:
-            end.record()
-            with self._lock:
-                self._open.append((track, name, begin, end))
+        return self._span(track, name, self._now)
 
     def phase(self, name: str | None) -> None:
-        """The device's computing turns from one phase to the next on the current stream; None is none."""
-        if self._device is None:
-            now = time.perf_counter() - self._began
-            if isinstance(self._phase_began, float) and self._phase is not None:
-                self.spans.append(Span(COMPUTE, self._phase, self._phase_began, now))
-            self._phase, self._phase_began = name, now
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        if isinstance(self._phase_began, torch.cuda.Event) and self._phase is not None:
-            self._open.append((COMPUTE, self._phase, self._phase_began, event))
-        self._phase, self._phase_began = name, event
+        """On the current stream the device ends one phase of computing and begins the next. None begins no phase."""
+        now = self._now()
+        if self._phase is not None:
+            self._record(COMPUTE, *self._phase, now)
+        self._phase = None if name is None else (name, now)
 
     def finish(self) -> None:
         """Waits for the device and reads its clock."""
-        with self._lock:
-            recorded, self._open = self._open, []
         if self._device is not None:
             torch.cuda.synchronize(self._device)
-            for track, name, begin, end in recorded:
-                start, stop = (self._zero.elapsed_time(event) / 1e3 for event in (begin, end))
-                self.spans.append(Span(track, name, start, stop))
+        with self._lock:
+            recorded, self._recorded = self._recorded, []
+        for track, name, start, stop in recorded:
+            self.spans.append(Span(track, name, self._seconds(start), self._seconds(stop)))
         self.spans.sort(key=lambda span: span.start)
 
+    @contextmanager
+    def _span(self, track: str, name: str, clock: Callable[[], Moment]) -> Iterator[None]:
+        begin = clock()
+        try:
+            yield
+        finally:
+            self._record(track, name, begin, clock())
+
+    def _record(self, track: str, name: str, begin: Moment, end: Moment) -> None:
+        with self._lock:
+            self._recorded.append((track, name, begin, end))
+
+    def _now(self) -> Moment:
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, moment: Moment) -> float:
+        return moment - self._began if isinstance(moment, float) else self._zero.elapsed_time(moment) / 1e3
+
     def busy(self, *tracks: str) -> list[tuple[float, float]]:
-        """When any of these tracks had something to do: intervals that do not touch, in order."""
+        """The intervals in which any of these tracks worked. They are in order and do not touch."""
         return _union((span.start, span.stop) for span in self.spans if span.track in tracks)
 
     def exposed_copies(self) -> float:
-        """The share of the traced time in which there were copies, and neither the device nor the host worked."""
+        """The share of the traced time in which copies ran, and neither the device nor the host computed."""
         everything = self.busy(*COPIES, *WORK)
         if not everything:
             return 0.0
@@ -124,7 +123,7 @@ class Trace:
         return (_length(self.busy(*COPIES)) - hidden) / (everything[-1][1] - everything[0][0])
 
     def export(self, path: str | Path) -> None:
-        """Writes the spans as Chrome's trace events."""
+        """Writes the spans as trace events of Chrome."""
         tracks = {track: number for number, track in enumerate((COMPUTE, UPDATE, DOWN, UP))}
         events: list[dict[str, object]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": track}}
@@ -145,17 +144,17 @@ class Trace:
 
 
 _active: Trace | None = None
-_sources: weakref.WeakSet[Waits] = weakref.WeakSet()
+_sources: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
 
 
-def wait_for(source: Waits) -> None:
-    """Traces end when ``source`` has nothing to do any more."""
+def wait_for(source: BackgroundWork) -> None:
+    """From now on a trace waits for the work of ``source`` before it ends."""
     _sources.add(source)
 
 
 @contextmanager
 def trace(path: str | Path | None = None) -> Iterator[Trace]:
-    """Records what runs inside the block, in this process; writes it to ``path`` when the block ends."""
+    """Records what runs in this process inside the block. Writes it to ``path`` when the block ends."""
     global _active
     if _active is not None:
         raise RuntimeError("zeroshard.trace() is recording already; end that block first")
@@ -165,8 +164,8 @@ def trace(path: str | Path | None = None) -> Iterator[Trace]:
         yield recording
     finally:
         for source in list(_sources):
-            with suppress(RuntimeError):  # that some model's update has failed is for its own callers to hear
-                source.wait()  # an update that began inside the block belongs to it
+            with suppress(RuntimeError):  # a failed update raises in the next call of its own model
+                source.wait()  # an update that began inside the block belongs to the trace
         _active = None
         recording.finish()
         if path is not None:
@@ -177,17 +176,17 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def on_host(track: str, name: str) -> AbstractContextManager[None]:
-    """A phase by the host's clock, if anybody wants to know."""
+    """A phase by the host's clock, if a trace is recording."""
     return _NOTHING if _active is None else _active.on_host(track, name)
 
 
 def on_stream(track: str, name: str) -> AbstractContextManager[None]:
-    """A phase of the current stream, if anybody wants to know."""
+    """A phase of the current stream, if a trace is recording."""
     return _NOTHING if _active is None else _active.on_stream(track, name)
 
 
 def phase(name: str | None) -> None:
-    """The device's computing turns from one phase to the next, if anybody wants to know."""
+    """The device ends one phase of computing and begins the next, if a trace is recording."""
     if _active is not None:
         _active.phase(name)
 

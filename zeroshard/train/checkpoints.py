@@ -1,10 +1,10 @@
-"""Checkpoints of a training run: written every so often and when a run is told to stop, found again when it resumes."""
+"""Checkpoints of a training run: saved every few steps and when a signal stops the run, loaded when the run resumes."""
 
 import os
 import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from torch import nn
@@ -19,26 +19,26 @@ from ..storage.load import read_extra
 
 FOLDER = "checkpoints"
 AUTO, NEVER = "auto", "never"
-STOP_FILE = "ZEROSHARD_STOP_FILE"  # environment variable: where rank 0 tells who started it that the run ended early
+STOP_FILE = "ZEROSHARD_STOP_FILE"  # environment variable: a file in which rank 0 tells the launcher of an early end
 BY_SIGNAL = "SIGTERM"
-KEPT = ("lr", "weight_decay")
-"""Settings of `[train]` that a resumed run has from its optimizer's checkpoint, so that others would have no effect."""
+FIXED = ("lr", "weight_decay")
+"""Settings of `[train]` that a resumed run takes from the checkpoint of its optimizer. Other values have no effect."""
 
 
 class ResumeError(ValueError):
-    """A run cannot go on from a checkpoint, with the remedy."""
+    """A run cannot resume from a checkpoint. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """How a run divided its data when it began: it keeps seeing the same, however many ranks there are later."""
+    """How a run divided its data when it began. A resumed run sees the same sequences on any number of ranks."""
 
     ranks: int
     batch: int
 
     @classmethod
     def read(cls, value: Any) -> Self | None:
-        """As a checkpoint has it; None if it is none."""
+        """Return the origin that a checkpoint stores; None if the value is not an origin."""
         if not isinstance(value, dict) or value.keys() != {"ranks", "batch"}:
             return None
         if any(type(number) is not int or number < 1 for number in value.values()):
@@ -46,7 +46,7 @@ class Origin:
         return cls(**value)
 
     def share(self, ranks: int) -> int:
-        """Return the sequences of each rank when there are this many."""
+        """Return how many sequences each rank gets in a step, with this number of ranks."""
         if self.ranks * self.batch % ranks:
             raise ResumeError(
                 f"the run began with {self.ranks} × {self.batch} sequences a step, which {ranks} ranks cannot divide "
@@ -62,14 +62,14 @@ class Start:
     job: Job
     origin: Origin
     path: Path | None = None
-    """The checkpoint, or the folder of which the newest is taken."""
+    """A checkpoint, or a folder of checkpoints, whose newest one is loaded."""
 
     @classmethod
     def find(cls, job: Job, out: Path, resume: str, ranks: int) -> "Start":
-        """Look for what `--resume` asks for: `auto`, `never` or a path. Reads no tensor.
+        """Find the checkpoint that `--resume` asks for: `auto`, `never` or a path. Reads no tensor.
 
         Raises:
-            ResumeError: the path holds none, or that of another job.
+            ResumeError: the path has no checkpoint, or a checkpoint of another job.
         """
         fresh = cls(job, Origin(ranks, job.train.batch))
         if resume == NEVER:
@@ -82,7 +82,7 @@ class Start:
         saved = read_extra(path)
         if not isinstance(saved, dict) or "origin" not in saved:
             raise ResumeError(f"--resume {resume}: {path} is a checkpoint of another program")
-        for name, mine in (("model", asdict(job.model)), ("data", asdict(job.data)), ("seed", job.train.seed)):
+        for name, mine in _identity(job).items():
             if saved.get(name) != mine:
                 raise ResumeError(f"--resume {resume}: the run had {name} = {saved.get(name)}, this job has {mine}")
         origin, step = Origin.read(saved["origin"]), saved.get("step")
@@ -92,70 +92,71 @@ class Start:
                 "are not ranks and a batch, and a count: it was edited, so resume from another"
             )
         share = origin.share(ranks)
-        had = {name: saved[name] for name in KEPT if name in saved}
-        now = {name: getattr(job.train, name) for name in KEPT}
-        if job.train.batch != share:  # which asks for the same
-            had, now = had | {"batch": origin.batch}, now | {"batch": job.train.batch}
+        had = {name: saved[name] for name in FIXED if name in saved}
+        if job.train.batch != share:  # a job may give the batch of the origin, or that of the ranks now
+            had["batch"] = origin.batch
         for name, value in had.items():
-            if now[name] != value:
+            mine = getattr(job.train, name)
+            if mine != value:
                 raise ResumeError(
-                    f"--resume {resume}: the run had train.{name} = {value}, this job has {now[name]}, which would "
+                    f"--resume {resume}: the run had train.{name} = {value}, this job has {mine}, which would "
                     f"have no effect, as a run goes on as it began; set train.{name}={value}, or begin another run in "
                     f"another folder, or here with --resume {NEVER}"
                 )
         return cls(replace(job, train=replace(job.train, batch=share)), origin, path)
 
 
+def _identity(job: Job) -> dict[str, Any]:
+    """Return what a job must have in common with the run that it resumes."""
+    return {"model": asdict(job.model), "data": asdict(job.data), "seed": job.train.seed}
+
+
 class Checkpoints:
     """Saves a run. Use as a context manager: inside it, SIGTERM asks for a checkpoint and an orderly end."""
 
     def __init__(self, start: Start, out: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-        self._start, self._job, self._folder = start, start.job, out / FOLDER
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._start, self._folder = start, out / FOLDER
+        self._states = model, optimizer, scheduler
         self._runtime = runtime_of(model)
-        self._before: Any = None
+        self._former_handler: Any = None
         self._saving: Saving | None = None
         self.stopped: str | None = None
         """Why the run ended early; None if it did not."""
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGTERM, self._note)
+        self._former_handler = signal.signal(signal.SIGTERM, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        signal.signal(signal.SIGTERM, self._former_handler)
         if error is not None:
-            abandon_all()  # a rank that failed will not write its part, so nobody should wait for it
+            abandon_all()  # a rank that failed will not write its part, so no rank should wait for it
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._runtime.reducer.stop_asked = True  # the next step tells the other ranks
 
     def load(self) -> dict[str, Any] | None:
-        """Go on from the checkpoint that was found; returns what it holds beside states, None at a first step."""
+        """Load the checkpoint of the start. Returns its `extra`; None if the run begins at the first step."""
         if self._start.path is None:
             return None
         older = self._start.path == self._folder
-        found: dict[str, Any] = zeroshard.load(
-            self._start.path, self._model, self._optimizer, self._scheduler, allow_older=older
-        )
+        found: dict[str, Any] = zeroshard.load(self._start.path, *self._states, allow_older=older)
         return found
 
-    def after_step(self, step: int, journal: dict[str, Any]) -> bool:
+    def after_step(self, step: int, record: dict[str, Any]) -> bool:
         """Save if it is time to; return whether the run ends here. Every rank calls this after every step.
 
         A signal counts for all ranks from the first step that begins after it.
         """
         reason = BY_SIGNAL if self._runtime.reducer.stop_agreed else self._runtime.faults.stop_reason
-        every = self._job.train.save_every
+        every = self._start.job.train.save_every
         if reason is not None or (every and step % every == 0):
-            self._save(step, journal, asynchronous=reason is None)
+            self._save(step, record, asynchronous=reason is None)
         self.stopped = reason
         return reason is not None
 
     def finish(self) -> None:
-        """Wait for the last checkpoint to be complete."""
+        """Wait until the last checkpoint is complete."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -163,28 +164,17 @@ class Checkpoints:
         """Return the folder of the checkpoint after a step."""
         return self._folder / f"step-{step:08}"
 
-    def _save(self, step: int, journal: dict[str, Any], *, asynchronous: bool) -> None:
-        extra = {
-            "step": step,
-            "origin": asdict(self._start.origin),
-            "model": asdict(self._job.model),
-            "data": asdict(self._job.data),
-            "seed": self._job.train.seed,
-            **{name: getattr(self._job.train, name) for name in KEPT},
-            "journal": journal,
-        }
+    def _save(self, step: int, record: dict[str, Any], *, asynchronous: bool) -> None:
+        job = self._start.job
+        fixed = {name: getattr(job.train, name) for name in FIXED}
+        # On disk the record is called "journal", as in checkpoints of earlier versions.
+        extra = {"step": step, "origin": asdict(self._start.origin), "journal": record} | _identity(job) | fixed
         self._saving = zeroshard.save(
-            self.path_of(step),
-            self._model,
-            self._optimizer,
-            self._scheduler,
-            extra=extra,
-            asynchronous=asynchronous,
-            keep=self._job.train.keep,
+            self.path_of(step), *self._states, extra=extra, asynchronous=asynchronous, keep=job.train.keep
         )
 
 
 def tell_launcher(reason: str) -> None:
-    """Say to who started the ranks that the run ended early, and why."""
+    """Tell the process that started the ranks that the run ended early, and why."""
     if file := os.environ.get(STOP_FILE):
         Path(file).write_text(reason)

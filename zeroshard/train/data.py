@@ -1,10 +1,11 @@
-"""The corpus: bytes of text files, by default the Python standard library's own source, which every machine has.
+"""The corpus: bytes of text files, by default the source of the Python standard library, which every machine has.
 
-Files, not bytes, are divided into training and held-out ones, so that no held-out line has a training neighbour. A
-file's side depends on its name alone: every rank, machine and run agrees without talking.
+A whole file is either for training or held out, so that no held-out line has a neighbour in training. The name of a
+file decides its side, so every rank, machine and run agrees without communication.
 """
 
 import hashlib
+import math
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from ..config.job import DataConfig
 
-END_OF_FILE = b"\0"  # stands after every file; no text contains it
+END_OF_FILE = b"\0"  # follows every file; no text contains it
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})  # differ from machine to machine
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and the ones that follow them, both [batch, sequence] of int64."""
+    """Tokens, and the token that follows each: both [batch, sequence] of int64."""
 
     tokens: Tensor
     targets: Tensor
@@ -63,33 +64,31 @@ class Corpus:
             )
         return cls(_tensor(training), _tensor(held_out), len(files))
 
-    def training_batch(self, *, batch: int, sequence: int, seed: int, step: int, rank: int) -> Batch:
-        """Return random windows of the training files, the same ones for the same seed, step and rank."""
-        digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest))
-        starts = torch.randint(_windows(self.training, sequence), (batch,), generator=generator)
-        return _cut(self.training, starts, sequence)
-
     def training_share(
         self, *, of_ranks: int, of_batch: int, ranks: int, sequence: int, seed: int, step: int, rank: int
     ) -> Batch:
-        """Return a rank's part of what ``of_ranks`` ranks with batches of ``of_batch`` would see together in a step.
+        """Return this rank's part of the random windows that all ranks train on in a step.
 
-        With as many ranks it is `training_batch`; with more or fewer, the same sequences divided otherwise.
+        The seed and the step alone decide the windows: those of `of_ranks` ranks with batches of `of_batch`. Any other
+        number of ranks divides the same windows differently.
         """
         each = of_ranks * of_batch // ranks
-        wanted = range(rank * each, (rank + 1) * each)
-        parts = []
-        for origin in range(wanted.start // of_batch, -(-wanted.stop // of_batch)):
-            whole = self.training_batch(batch=of_batch, sequence=sequence, seed=seed, step=step, rank=origin)
-            first, last = max(wanted.start - origin * of_batch, 0), min(wanted.stop - origin * of_batch, of_batch)
-            parts.append(Batch(whole.tokens[first:last], whole.targets[first:last]))
-        return Batch(torch.cat([part.tokens for part in parts]), torch.cat([part.targets for part in parts]))
+        first = rank * each
+        origins = range(first // of_batch, math.ceil((first + each) / of_batch))
+        starts = torch.cat([self._starts(of_batch, sequence, f"{seed}/{step}/{origin}") for origin in origins])
+        first -= origins[0] * of_batch
+        return _cut(self.training, starts[first : first + each], sequence)
+
+    def _starts(self, count: int, sequence: int, key: str) -> Tensor:
+        """Return where random windows start, always the same for the same key."""
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
+        return torch.randint(_windows(self.training, sequence), (count,), generator=generator)
 
     def held_out_batches(self, *, batches: int, batch: int, sequence: int, rank: int, ranks: int) -> Iterator[Batch]:
-        """Yield this rank's part of windows spread evenly over the held-out files, always the same ones.
+        """Yield this rank's part of windows that are spread evenly over the held-out files, always the same windows.
 
-        Every rank gets as many, as every rank must take part in a sharded model's forward.
+        Every rank gets the same number, because every rank must take part in the forward of a sharded model.
         """
         spread = torch.linspace(0, _windows(self.held_out, sequence) - 1, ranks * batches * batch, dtype=torch.float64)
         for starts in spread.long()[rank::ranks].view(batches, batch):
@@ -106,7 +105,7 @@ def text_files(root: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def is_held_out(file: Path, share: float) -> bool:
-    """Whether a file belongs to the held-out side; depends on its name and the share only."""
+    """Return whether a file is held out. Only its name and the share decide."""
     digest = hashlib.sha256(file.as_posix().encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
 
@@ -116,7 +115,7 @@ def _tensor(text: bytearray) -> Tensor:
 
 
 def _windows(text: Tensor, sequence: int) -> int:
-    """How many windows of sequence + 1 bytes a text has."""
+    """Return how many windows of sequence + 1 bytes a text has."""
     if (windows := len(text) - sequence) < 1:
         raise ValueError(f"model.sequence: {sequence} is longer than the corpus of {len(text)} bytes")
     return windows

@@ -1,8 +1,8 @@
-"""A plain GPT, as any user might bring it: nothing in here knows that it will be sharded.
+"""A plain GPT, as a user might write it: nothing in this file knows of sharding.
 
-Pre-LN blocks, learned positions, GELU, scaled-dot-product attention. The blocks stand in one `ModuleList`, which is
-where zeroshard finds its units. Every module that owns parameters initialises them in its own `reset_parameters`, and
-none initialises those of another, so that a model built on the meta device can be initialised module by module.
+Pre-LN blocks, learned positions, GELU, scaled-dot-product attention. The blocks are in one `ModuleList`, where
+zeroshard finds its units. Every module initialises its own parameters in `reset_parameters`, and no others. So a model
+on the meta device can be initialised module by module.
 """
 
 import math
@@ -21,7 +21,7 @@ class Linear(nn.Linear):
     """A linear layer with normal weights of a given standard deviation and zero bias."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, std: float = INIT_STD) -> None:
-        self.std = std  # before nn.Linear's constructor, which initialises
+        self.std = std  # set first, because the constructor of nn.Linear initialises
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -32,7 +32,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding with GPT-2's standard deviation in place of nn.Embedding's 1, which would drown a tied head."""
+    """An embedding with the standard deviation of GPT-2. The 1 of nn.Embedding is too large for a tied head."""
 
     def reset_parameters(self) -> None:
         """Initialise the weight."""
@@ -49,9 +49,9 @@ class Attention(nn.Module):
         self.out = Linear(config.hidden, config.hidden, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden], as the result
-        """Mix each position with those before it."""
+        """Mix each position with the positions before it."""
         batch, sequence, _ = x.shape
-        # Head by head its query, key and value, so that tensor parallelism, which divides the rows, divides heads.
+        # The rows are ordered by head: query, key, value. So tensor parallelism, which divides rows, divides heads.
         qkv = self.qkv(x).view(batch, sequence, -1, 3, self.head_width)
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind()  # each [batch, heads, sequence, hidden / heads]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """The transposed token embedding: no parameter of its own, but a module, which can be hooked by itself."""
+    """The transposed token embedding. It has no parameter, but as a module it can have hooks."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:  # [batch, sequence, hidden], [vocabulary, hidden]
         """Return the logits."""
@@ -99,13 +99,14 @@ class TiedHead(nn.Module):
 
 
 class Loss(nn.Module):
-    """Mean cross-entropy: no parameter, but a module, which tensor parallelism replaces by one for divided logits."""
+    """Mean cross-entropy. It is a module so that tensor parallelism can replace it by the loss of divided logits."""
 
     def forward(self, logits: Tensor, targets: Tensor | None) -> Tensor:
-        """Return the logits where there are no targets."""
+        """Return the loss, or the logits if there are no targets."""
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # a 16-bit softmax loses the tail
+        # In fp32, because a 16-bit softmax loses small probabilities.
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class GPT(nn.Module):
@@ -154,10 +155,10 @@ def sample(model: GPT, prompt: Tensor, length: int, *, temperature: float = 0.8,
     """Continue a prompt token by token.
 
     Args:
-        model: a model that is whole, on one device.
+        model: a whole model on one device.
         prompt: [sequence] of integers, at least one.
         length: how many tokens to add.
-        temperature: below 1 prefers the likely ones.
+        temperature: a value below 1 prefers likely tokens.
         seed: the same seed gives the same text.
 
     Returns:
@@ -173,5 +174,5 @@ def sample(model: GPT, prompt: Tensor, length: int, *, temperature: float = 0.8,
 
 
 def _residual_std(config: ModelConfig) -> float:
-    # Each block adds twice to the residual stream; scaled so that its variance does not grow with depth (GPT-2).
+    # Each block adds twice to the residual stream. This scale makes the variance independent of the depth (GPT-2).
     return INIT_STD / math.sqrt(2 * config.layers)

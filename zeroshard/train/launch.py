@@ -1,4 +1,4 @@
-"""Starting the ranks of this node: torchrun, called in this process so that its failures can be told in plain words."""
+"""Starts the ranks of this node with torchrun. It runs in this process, so that failures are told in plain words."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed.run as torchrun
@@ -22,34 +22,33 @@ INTERRUPTED = 128 + signal.SIGINT  # the shell's exit code for a command ended b
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """How this node finds the others; the defaults are a job on one node."""
+    """How this node finds the other nodes. The defaults are a job on one node."""
 
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int = 29500
     local_addr: str | None = None
-    """The address by which other nodes reach this one, where its host name does not resolve to it."""
+    """The address of this node for the other nodes, needed if its host name does not resolve."""
 
     def torchrun_options(self) -> list[str]:
         """Return torchrun's rendezvous options."""
         if self.nnodes == 1:
             return ["--standalone"]
-        options = [f"--nnodes={self.nnodes}", f"--node-rank={self.node_rank}", f"--master-port={self.master_port}"]
-        options += [f"--master-addr={self.master_addr}"]
-        return options + ([f"--local-addr={self.local_addr}"] if self.local_addr else [])
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
 def under_torchrun() -> bool:
-    """Whether this process is already a rank: torchrun, or another launcher like it, has set its environment."""
+    """Return whether this process is a rank already: torchrun, or a similar launcher, has set its environment."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0) -> int:
     """Run `zeroshard` with these arguments in every rank of this node and wait for them; returns an exit code."""
-    # torchrun would give each rank one thread. More than its share of the cores would make ranks wait for each other.
+    # The default of torchrun is one thread a rank. More threads than cores would make ranks wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    # Told to stop, ranks save before they end; torchrun would kill them after 30 seconds.
+    # Ranks that are told to stop save first. The default of torchrun is to kill them after 30 seconds.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_SECONDS))
     options = [*nodes.torchrun_options(), f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     options += ["-m", "zeroshard", *arguments]
@@ -65,7 +64,7 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0
 
 
 def _run(options: list[str]) -> int:
-    logging.disable(logging.ERROR)  # torchrun's own account of a failure; what matters of it is said below
+    logging.disable(logging.ERROR)  # torchrun's own messages about a failure; `_tell` prints what matters
     try:
         torchrun.run(torchrun.parse_args(options))
     except ChildFailedError as error:
@@ -76,14 +75,14 @@ def _run(options: list[str]) -> int:
     finally:
         logging.disable(logging.NOTSET)
         if sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)  # a rank that died while it drew progress left the cursor hidden
+            print("\x1b[?25h", end="", flush=True)  # a rank that died while it showed the bar left the cursor hidden
     return 0
 
 
 def _tell(error: ChildFailedError) -> None:
     """Print the first failing rank's traceback, then one line for each rank that failed."""
     _, first = error.get_first_failure()
-    if trace := _traceback(first):
+    if isinstance(first.message, dict) and (trace := first.message.get("extraInfo", {}).get("py_callstack")):
         print(trace, file=sys.stderr)
     for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
         _say(f"rank {rank} failed: {_cause(failure)}")
@@ -97,13 +96,6 @@ def _cause(failure: ProcessFailure) -> str:
     if isinstance(failure.message, dict):
         return str(failure.message.get("message", "no message"))
     return f"exit code {failure.exitcode}"
-
-
-def _traceback(failure: ProcessFailure) -> str | None:
-    if isinstance(failure.message, dict):
-        trace = failure.message.get("extraInfo", {}).get("py_callstack")
-        return str(trace) if trace else None
-    return None
 
 
 def _say(text: str) -> None:

@@ -9,45 +9,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 
-from ..comm.process_group import start_process_group
+from ..comm.process_group import end_process_group, start_process_group
 from ..config.job import Job, resolve_device
 from ..system.allocator import defragment
 from ..system.machine import available_memory, device_of_rank, usable_cores
 from .checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
 from .data import Corpus
 from .gpt import GPT, sample
-from .journal import Journal
-from .observer import Observer
-from .progress import rank_zero_console, say
-from .summary import closing_table
+from .probe import Probe
+from .record import Record
 from .tensor_parallel import parallelise
+from .views import Bar, closing_table, evaluation_line, rank_zero_console, say, trace_line
 from .weights import load_weights, save_weights
 
 PROMPT = b"import "
-LOWEST_LR = 0.1  # of the highest; where the cosine ends
+LOWEST_LR = 0.1  # the end of the cosine, as a share of the highest learning rate
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Which rank this process is, as torchrun's environment says, and the device it trains on."""
+    """This process as one of the ranks, and its device."""
 
     rank: int
     world: int
     device: torch.device
     tensor_parallel: int = 1
-    """Ranks that see the same batches, one after the other."""
+    """Ranks that divide one replica of the model. They are neighbours, and see the same batches."""
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data is this rank's."""
+        """Return which part of the data this rank trains on."""
         return self.rank // self.tensor_parallel
 
     @property
     def data_ranks(self) -> int:
-        """Return into how many parts the data is divided."""
+        """Return the number of parts that the data is divided into."""
         return self.world // self.tensor_parallel
 
     @classmethod
@@ -67,7 +67,7 @@ class Rank:
 
 
 def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
-    """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this; rank 0 is traced.
+    """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this. A trace is of rank 0.
 
     `resume` is `auto`, `never` or the path of a checkpoint.
     """
@@ -81,34 +81,27 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
     corpus = Corpus.read(job.data)
     say(console, _headline(job, here, corpus))
 
-    torch.manual_seed(job.train.seed)
-    with torch.device("meta"):  # never whole anywhere: shard() initialises it unit by unit
-        gpt = GPT(job.built_model)
-    if here.tensor_parallel > 1:
-        start_process_group(here.device)
-        ranks = (here.data_ranks, here.tensor_parallel)
-        parallelise(gpt, init_device_mesh(here.device.type, ranks, mesh_dim_names=("data", "model"))["model"])
-    model: nn.Module = gpt
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-        parameter_groups(model, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95)
+    model, optimizer, scheduler = _build(job, here, options)
+    record = Record(
+        world=here.data_ranks,
+        tensor_parallel=here.tensor_parallel,
+        precision=job.precision,
+        tokens_a_step=here.data_ranks * job.train.batch * job.model.sequence,
     )
-    model, optimizer = zeroshard.shard(model, optimizer, **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_share(step, job.train.steps, round(job.train.warmup * job.train.steps))
-    )
-
-    tokens = here.data_ranks * job.train.batch * job.model.sequence
-    observer = Observer(model, job.train, trace_file if here.rank == 0 else None)
+    probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = Checkpoints(start, out, model, optimizer, scheduler)
-    with observer, Journal(job.train.steps, tokens, console) as journal, checkpoints:
+    with probe, Bar(job.train.steps, console) as bar, checkpoints:
         saved = checkpoints.load()
         done = 0 if saved is None else int(saved["step"])
         if saved is None:
             if resume != NEVER:
-                journal.say("no checkpoint to resume from: training begins at the first step")
-            journal.evaluated(0, evaluate(model, job, corpus, here))
+                say(console, "no checkpoint to resume from: training begins at the first step")
+            record.evaluated(0, evaluate(model, job, corpus, here))
+            say(console, evaluation_line(0, record))
         else:
-            journal.resume(done, saved["journal"])
+            record.resume(done, saved["journal"])
+            bar.reach(done)
+            say(console, f"resumed after step {done}/{job.train.steps}")
         for step in range(done + 1, job.train.steps + 1):
             batch = corpus.training_share(
                 of_ranks=start.origin.ranks,
@@ -119,62 +112,65 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
                 step=step,
                 rank=here.data_rank,
             ).to(here.device)
-            observer.begin(step)
+            probe.begin(step)
             loss = model(batch.tokens, batch.targets)
             loss.backward()
-            observer.before_update(step)
+            probe.before_update(step)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            observer.end(step)
-            journal.stepped()
+            probe.end(step)
+            bar.reach(step)
 
             last = step == job.train.steps
             if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
-                journal.report(step, here.mean(loss), zeroshard.stats(model))
+                record.measured(step, here.mean(loss), zeroshard.stats(model))
+                bar.show(step, record)
             if last:
-                zeroshard.synchronize(model)  # a delayed update is still to come
+                zeroshard.synchronize(model)  # publishes a delayed update
             if step % job.train.evaluate_every == 0 or last:
-                with journal.stopwatch.paused():
-                    journal.evaluated(step, evaluate(model, job, corpus, here))
-            if checkpoints.after_step(step, journal.state_dict()):
-                journal.say(f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
+                with record.stopwatch.paused():
+                    record.evaluated(step, evaluate(model, job, corpus, here))
+                say(console, evaluation_line(step, record))
+            if checkpoints.after_step(step, record.state_dict()):
+                say(console, f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
         checkpoints.finish()
 
-    if checkpoints.stopped is not None:
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-        if here.rank == 0:
-            if checkpoints.stopped == BY_SIGNAL:
-                say(console, "go on with the same command and --resume auto")
-            tell_launcher(checkpoints.stopped)
-        return
-    weights = save_weights(out, job.model, model)
-    stage = zeroshard.stats(model).stage
-    if dist.is_initialized():
-        dist.barrier()  # a rank that leaves early would look like one that failed
-        dist.destroy_process_group()
+    stopped = checkpoints.stopped
+    weights = save_weights(out, job.model, model) if stopped is None else []
+    end_process_group()
     if here.rank != 0:
         return
-    offloaded, traced = observer.offloaded, observer.told()
-    del model, optimizer, scheduler, observer, checkpoints  # room for the sample
-    if traced is not None:
-        say(console, traced)
+    if stopped is not None:
+        if stopped == BY_SIGNAL:
+            say(console, "go on with the same command and --resume auto")
+        tell_launcher(stopped)
+        return
+    del model, optimizer, scheduler, probe, checkpoints  # room for the sample
+    if record.trace is not None:
+        say(console, trace_line(record.trace))
     say(console, f"saved {weights[-1]}")
     say(console, _sampled_text(job, out, here.device))
-    if journal.stats is None:
+    if record.stats is None:
         say(console, f"all {job.train.steps} steps were made before, so there is nothing measured to show")
-        return
-    outcome = journal.outcome(
-        stage=stage,
-        world=here.data_ranks,
-        tensor_parallel=here.tensor_parallel,
-        precision=job.precision,
-        offloaded=offloaded,
-    )
-    console.print(closing_table(outcome))
+    else:
+        console.print(closing_table(record))
+
+
+def _build(job: Job, here: Rank, options: dict[str, object]) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
+    """Return the sharded model, its optimizer and its schedule of learning rates."""
+    torch.manual_seed(job.train.seed)
+    with torch.device("meta"):  # no rank ever has the whole model: shard() initialises it unit by unit
+        gpt = GPT(job.built_model)
+    if here.tensor_parallel > 1:
+        start_process_group(here.device)
+        ranks = (here.data_ranks, here.tensor_parallel)
+        parallelise(gpt, init_device_mesh(here.device.type, ranks, mesh_dim_names=("data", "model"))["model"])
+    adamw = torch.optim.AdamW(parameter_groups(gpt, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95))
+    model, optimizer = zeroshard.shard(gpt, adamw, **options)
+    warmup = round(job.train.warmup * job.train.steps)
+    return model, optimizer, LambdaLR(optimizer, lambda step: lr_share(step, job.train.steps, warmup))
 
 
 def shard_options(job: Job, here: Rank) -> dict[str, object]:
@@ -209,7 +205,7 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
-    """Return the mean loss on held-out files; every rank calls this and takes its part of them."""
+    """Return the mean loss on held-out files. Every rank calls this and evaluates its part of them."""
     model.eval()
     total = torch.zeros((), device=here.device)
     for batch in corpus.held_out_batches(
@@ -226,17 +222,18 @@ def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
 
 
 def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
-    """Return text from the weights as they were saved, by a model that knows nothing of shards."""
+    """Return text that a plain, unsharded model samples from the saved weights."""
     if not job.train.sample:
         return "no sample was asked for"
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if 5 * job.model.parameters > free:
         return "no sample: the whole model is too large for one device"
-    torch.set_num_threads(usable_cores())  # the other ranks have left
+    torch.set_num_threads(usable_cores())  # the other ranks have ended
     prompt = torch.tensor(list(PROMPT), device=device)
     tokens = sample(load_weights(out, device), prompt, job.train.sample, seed=job.train.seed).clamp(max=255)
     text = bytes(tokens.tolist()).decode(errors="replace")
-    text = "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)  # a terminal obeys some
+    # Control characters are replaced: a terminal would obey them.
+    text = "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)
     return "a sample from the saved weights:\n" + "\n".join(f"    {line}" for line in text.splitlines())
 
 

@@ -1,7 +1,7 @@
-"""The built-in GPT under PyTorch's tensor parallelism: a plan as any user writes one, nothing of zeroshard's own.
+"""The built-in GPT under the tensor parallelism of PyTorch, with a plan such as a user would write.
 
-It is Megatron's: of attention and MLP, the first matrix is divided by columns and the second by rows, so that each
-block adds up twice over the ranks; embedding, head and the loss's logits are divided by vocabulary. Norms and positions
+The plan is that of Megatron. In attention and in the MLP, the first matrix is divided by columns and the second by
+rows, so that each block has two all-reduces. Embedding, head and logits are divided by vocabulary. Norms and positions
 stay whole.
 """
 
@@ -37,7 +37,7 @@ def parallelise(model: GPT, mesh: DeviceMesh) -> None:
     if heads % degree:
         raise ValueError(f"tensor parallelism of {degree} does not divide the {heads} heads; use a divisor of them")
     parallelize_module(model, mesh, PLAN)
-    if model.config.tied:  # its weight is the embedding's, so it has none of its own to be divided
+    if model.config.tied:  # the head uses the weight of the embedding, and has none of its own to divide
         whole = (Replicate(), None)
         parallelize_module(model.head, mesh, PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole))
     else:

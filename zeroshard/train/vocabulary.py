@@ -1,8 +1,8 @@
-"""Cross-entropy of logits that are divided by vocabulary: each rank has those of its tokens, and never all of them.
+"""Cross-entropy of logits that are divided by vocabulary: each rank has the logits of its own tokens only.
 
-Gathered, the logits would be the largest tensor of a model with a large vocabulary. Ranks need of each other three
-numbers a position: the highest logit, the sum of exponentials, and the logit of the token that followed. (torch's
-``loss_parallel`` does the same, but a caller's ``backward()`` would have to run inside its context, too.)
+Whole logits would be the largest tensor of a model with a large vocabulary. Ranks exchange three numbers for each
+position: the highest logit, the sum of exponentials, and the logit of the token that followed. (``loss_parallel`` of
+torch does the same, but then ``backward()`` must be called inside its context.)
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 IGNORED = -100
-"""A target that counts for nothing, as in ``torch.nn.functional.cross_entropy``."""
+"""A target that does not count, as in ``torch.nn.functional.cross_entropy``."""
 
 
 class DividedLoss(nn.Module):
-    """The mean over all positions, in fp32: the same on all ranks of the mesh."""
+    """The mean loss of all positions, in fp32. All ranks of the mesh get the same value."""
 
     def forward(self, logits: DTensor, targets: Tensor | None) -> Tensor:
-        """Return the logits, whole, where there are no targets.
+        """Return the loss, or the whole logits if there are no targets.
 
         Args:
             logits: [batch, sequence, vocabulary], divided by its last axis.
-            targets: [batch, sequence], whole on every rank. One that is no token, nor ``IGNORED``, makes the loss NaN:
-                to raise would have every step wait for the device.
+            targets: [batch, sequence], whole on every rank. A target that is neither a token nor ``IGNORED`` makes the
+                loss NaN: an exception would make every step wait for the device.
         """
         if targets is None:
             return logits.full_tensor()
@@ -43,7 +43,7 @@ class DividedLoss(nn.Module):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, size: int, mesh: DeviceMesh) -> Tensor:
-        own = logits.shape[-1]  # nothing on a last rank that the vocabulary does not reach
+        own = logits.shape[-1]  # 0 on a last rank, if the vocabulary ends before it
         highest = logits.amax(-1).float() if own else logits.new_full(targets.shape, -math.inf, dtype=torch.float32)
         highest = _over_ranks(highest, "max", mesh)
         values = logits.to(torch.float32, copy=True).sub_(highest[:, None])
@@ -64,7 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        if torch.is_grad_enabled():  # torch's once_differentiable sees no gradient that comes in, so it would be silent
+        if torch.is_grad_enabled():  # torch's once_differentiable would not raise here
             raise RuntimeError(
                 "the loss of divided logits has no second derivative (create_graph=True); compute it from whole "
                 "logits, as the model gives them without targets"

@@ -1,4 +1,4 @@
-"""Whole weights on disk: `model.safetensors`, or shards and an index, and a `config.json` that says which GPT it is."""
+"""Whole weights on disk: `model.safetensors`, or shards and an index, and a `config.json` with the shape of the GPT."""
 
 import json
 import re
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from ..config.job import ModelConfig
 from ..runtime import runtime_of
-from ..storage.agreement import on_rank_zero
 from ..storage.format import CheckpointError
+from ..storage.output import SHARD_BYTES, Output, Shards, Whole, as_json
 from ..storage.output import WEIGHTS as LIKE_WEIGHTS
-from ..storage.output import Output
-from ..storage.shards import SHARD_BYTES, Shards, Whole, as_json
+from ..storage.save import on_rank_zero
 from .gpt import GPT
 
 WEIGHTS = "model.safetensors"
@@ -27,10 +26,10 @@ OWN_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}"
 
 
 def earlier_weights(folder: Path) -> list[Path]:
-    """Return the weights that an earlier run has left in a folder, which the next one replaces.
+    """Return the weights of an earlier run in this folder. The next run replaces them.
 
     Raises:
-        CheckpointError: the folder holds another program's, which would have to be deleted.
+        CheckpointError: the folder has weights of another program, which must not be deleted.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, and weights go into a folder; choose another with --out")
@@ -49,7 +48,7 @@ def earlier_weights(folder: Path) -> list[Path]:
 
 
 def _is_ours(config: Path) -> bool:
-    """Return whether `save_weights` wrote a configuration: that of a GPT, and nothing else."""
+    """Return whether `save_weights` wrote this file: it has the fields of a GPT and no others."""
     try:
         found = json.loads(config.read_text())
     except (OSError, ValueError):
@@ -59,10 +58,10 @@ def _is_ours(config: Path) -> bool:
 
 
 def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """Write a sharded model's whole parameters and its shape; returns the files, on rank 0, the main one last.
+    """Write the whole parameters of a sharded model, and its shape. Returns the files on rank 0, the main one last.
 
     Every rank calls this. Rank 0 writes parameter by parameter as units are gathered, so no rank ever has the whole
-    model. What goes wrong is raised on all ranks.
+    model. An error of rank 0 is raised on all ranks.
     """
     runtime = runtime_of(model)
     with runtime.guards.names_only():
@@ -82,7 +81,7 @@ def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_byte
 
 
 class _Writer:
-    """What rank 0 does, step by step."""
+    """The work of rank 0, in three steps."""
 
     def __init__(self, output: Output, config: ModelConfig, wholes: Sequence[Whole], shard_bytes: int) -> None:
         self._output, self._config, self._wholes, self._shard_bytes = output, config, wholes, shard_bytes

@@ -1,4 +1,4 @@
-// What crosses the C border. zeroshard/offload/segment.py packs these structures byte for byte.
+// The structures that cross the C border. kernel.py packs Segment, rules.py packs Rule, byte for byte.
 #pragma once
 
 #include <stdint.h>
@@ -9,18 +9,18 @@ enum Kind : int32_t {
   FP32 = 1,
   BF16 = 2,
   FP16 = 3,
-  REMAINDER = 4,  // a split master's low half: int16, to be added to the bits of the bf16 parameter
+  REMAINDER = 4,  // the low half of a split master: int16, added to the bits of the bf16 parameter
 };
 
-// A contiguous range of one parameter: addresses and kinds, which stay the same from step to step.
+// A contiguous range of one parameter. Addresses and kinds stay the same from step to step.
 struct Segment {
   void* gradient;
   void* master;
-  void* parameter;  // may be the gradient's address: an element is read before it is written
+  void* parameter;  // may be the gradient's address: every element is read before it is written
   void* moments[2];
   int64_t length;
   int64_t start;  // index of the first element within the parameter
-  uint64_t key;   // names the parameter, for stochastic rounding
+  uint64_t key;   // identifies the parameter, for stochastic rounding
   Kind gradient_kind;
   Kind master_kind;
   Kind parameter_kind;
@@ -32,13 +32,13 @@ enum Algorithm : int32_t { ADAM = 0, SGD = 1 };
 
 enum Flag : int32_t {
   MAXIMIZE = 1,
-  DECAY_GRADIENT = 2,  // weight decay is added to the gradient (Adam, SGD), not taken off the parameter (AdamW)
-  LERP_FROM_END = 4,   // as torch.lerp from weight 0.5 on
+  DECAY_GRADIENT = 2,  // weight decay is added to the gradient (Adam, SGD), not subtracted from the parameter (AdamW)
+  LERP_FROM_END = 4,   // the formula of torch.lerp for weights of 0.5 and more
   NESTEROV = 8,
-  FIRST = 16,  // the momentum buffer holds nothing yet
+  FIRST = 16,  // the momentum buffer has no value yet
 };
 
-// Hyper-parameters of one segment in one step. Every constant was computed in double and rounded once.
+// Hyper-parameters of one segment in one step. Every constant was computed in double and rounded to fp32 once.
 struct Rule {
   Algorithm algorithm;
   int32_t flags;
@@ -46,12 +46,12 @@ struct Rule {
   float shrink;         // 1 - lr * weight_decay (AdamW), 1 otherwise
   float decay;          // weight_decay, with DECAY_GRADIENT
   float first_weight;   // Adam: 1 - beta1. SGD: 1 - dampening
-  float keep;           // Adam: beta2. SGD: momentum
+  float retention;      // the factor of the old moment. Adam: beta2. SGD: momentum
   float second_weight;  // Adam: 1 - beta2
   float correction;     // Adam: sqrt(1 - beta2 ** step)
   float epsilon;        // Adam
   float step_size;      // Adam: -lr / (1 - beta1 ** step). SGD: -lr
 };
 
-static_assert(sizeof(Segment) == 88, "segment.py packs 88 bytes");
-static_assert(sizeof(Rule) == 48, "segment.py packs 48 bytes");
+static_assert(sizeof(Segment) == 88, "kernel.py packs 88 bytes");
+static_assert(sizeof(Rule) == 48, "rules.py packs 48 bytes");

@@ -1,9 +1,9 @@
-"""Compile the host optimizer with whatever C++ compiler there is, in a few seconds.
+"""Compiles the host optimizer with any C++17 compiler, in a few seconds.
 
     python -m zeroshard.offload.native.build      # into this folder, for use from a source tree
 
-`pip install` does the same through setup.py, which loads this file by its path: it imports the standard library alone.
-A library's name carries a hash of its sources, so that a stale one is never taken for a current one.
+`pip install` does the same. Its setup.py loads this file by path, so this file imports only the standard library.
+The name of the library has a hash of the sources in it, so that an old library is never taken for a current one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CXX_VARIABLE: Final = "CXX"
 COMPILERS: Final = ("c++", "g++", "clang++")
 TIMEOUT: Final = 300.0  # seconds for one file
 
-# Contraction off: a fused multiply-add rounds once where the others round twice, and paths would differ.
-# No errno from sqrt: it would be a call instead of an instruction. Nothing here changes a value.
+# No contraction: a fused multiply-add rounds once instead of twice, so paths would differ.
+# No errno: otherwise sqrt would be a call instead of an instruction. No flag changes a value.
 FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
 
-# A path is compiled for instructions that the processor it runs on need not have; they are asked for at run time.
+# A path may need instructions that a processor does not have. So the path is chosen at run time.
 X86: Final = platform.machine().lower() in ("x86_64", "amd64")
 INSTRUCTIONS: Final = {
     "path_avx2": ("-mavx2", "-mf16c"),
@@ -38,7 +38,7 @@ INSTRUCTIONS: Final = {
 
 
 class BuildError(Exception):
-    """Why there is no library."""
+    """The library could not be built or loaded. The text says why."""
 
 
 def library_name() -> str:
@@ -50,7 +50,7 @@ def library_name() -> str:
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into a folder and return its path. Many processes may do so at once.
+    """Compiles the library into a folder and returns its path. Many processes may do so at once.
 
     Raises:
         BuildError: there is no compiler, it failed, or the folder cannot be written.
@@ -65,14 +65,14 @@ def build(folder: Path) -> Path:
                 objects = list(threads.map(lambda source: _compile(compiler, source, Path(work)), sources))
             linked = Path(work, target.name)
             _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
-            os.replace(linked, target)  # whole or not at all: another rank may load it at any moment
+            os.replace(linked, target)  # in one step, because another rank may load the file at any moment
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error}") from error
     return target
 
 
 def install(folder: Path) -> Path:
-    """Compile the library into a package's folder, in place of any that older sources made."""
+    """Compiles the library into a package's folder, and removes libraries of older sources."""
     for old in folder.glob("libzeroshard-*.so"):
         old.unlink()
     return build(folder)
@@ -107,7 +107,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Build beside the sources; 1 with the reason where that fails."""
+    """Builds the library beside the sources. Returns 1 and prints the reason if that fails."""
     try:
         print(install(HERE))
     except BuildError as error:

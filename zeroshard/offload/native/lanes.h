@@ -1,7 +1,7 @@
-// Vectors of LANES elements and the few operations on them that a compiler's vector types lack.
+// Vectors of LANES elements, and the operations that a compiler's vector types lack.
 //
-// Included once by each path with its own LANES and instruction set. Everything is in an unnamed namespace: a function
-// shared between paths could be the copy with instructions that the processor does not have.
+// Each path includes this file with its own LANES and instruction set. Everything is in an unnamed namespace: if paths
+// shared a function, the linker could choose the copy with instructions that the processor does not have.
 #pragma once
 
 #include <stdint.h>
@@ -28,19 +28,20 @@ inline void store(void* to, Vector vector) {
   __builtin_memcpy(to, &vector, sizeof vector);
 }
 
-// Between vectors of one size a cast keeps the bits.
+// A cast between vectors of the same size does not change the bits.
 inline Words bits(Floats x) { return (Words)x; }
 inline Floats floats(Words x) { return (Floats)x; }
 
-// 16-bit elements to and from the halves of words. Spelled out because compilers shift and convert where one shuffle
-// does, and shifts, shuffles, square roots and divisions all want the same units of the processor.
+// Conversions between 16-bit elements and the halves of 32-bit words. They are written with intrinsics: compilers use
+// several shifts and conversions where one shuffle is enough, and all of these compete with square roots and divisions
+// for the same units of the processor.
 #if LANES == 16
-inline __m512i word_numbers(int first, int step) {  // of 16-bit words within a vector: first, first + step, ...
+inline __m512i word_numbers(int first, int step) {  // numbers of 16-bit words in a vector: first, first + step, ...
   const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   return _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_set1_epi32(step)), _mm512_set1_epi32(first));
 }
 #elif LANES == 8
-inline __m256i byte_numbers(int first) {  // of each word's half from byte `first` on, four halves together
+inline __m256i byte_numbers(int first) {  // bytes `first` and `first` + 1 of every word, four words at a time
   const __m128i numbers = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13);
   return _mm256_broadcastsi128_si256(_mm_add_epi8(numbers, _mm_set1_epi8(char(first))));
 }
@@ -104,7 +105,7 @@ inline Floats square_root(Floats x) {
 #endif
 }
 
-// fp16 by hand where there is no instruction. Exponents are moved by multiplying with powers of two, which is exact.
+// fp16. The portable path has no instruction for it, and multiplies with powers of two, which is exact.
 inline Floats from_fp16(const uint16_t* from) {
 #if LANES == 16
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
@@ -119,7 +120,7 @@ inline Floats from_fp16(const uint16_t* from) {
 #endif
 }
 
-inline void to_fp16(uint16_t* to, Floats x) {  // round to nearest, ties to even; a NaN is the quiet one
+inline void to_fp16(uint16_t* to, Floats x) {  // rounds to nearest, ties to even; every NaN becomes a quiet NaN
 #if LANES == 16
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 #elif LANES == 8
@@ -128,7 +129,7 @@ inline void to_fp16(uint16_t* to, Floats x) {  // round to nearest, ties to even
   const Words magnitude = bits(x) & 0x7FFFFFFFu;
   const Words odd = magnitude >> 13 & 1u;
   const Words normal = (magnitude - (112u << 23) + 0xFFFu + odd) >> 13;
-  // Below 2^-14: adding 0.5 leaves multiples of 2^-24 in the low bits, rounded by the addition itself.
+  // Below 2^-14: adding 0.5 rounds to a multiple of 2^-24 and leaves the multiple in the low bits.
   const Words denormal = bits(floats(magnitude) + 0.5f) - 0x3F000000u;
   Words half = magnitude < (113u << 23) ? denormal : normal;
   half = magnitude >= 0x477FF000u ? (Words{} + 0x7C00u) : half;  // 65520 and above
@@ -148,10 +149,10 @@ inline Floats load_as_floats(const void* array, int64_t index) {
   }
 }
 
-// Which operand's NaN an operation keeps is up to the compiler; what is stored must not be.
+// The bits of a NaN result depend on the compiler. Stored bits must not, so every stored NaN is the same one.
 inline Floats canonical(Floats x) { return x == x ? x : floats(Words{} + 0x7FC00000u); }
 
-// Whether rare cases need care. Where asking costs more than caring, the answer is yes.
+// Whether a vector has values that need the slow code. The portable path always says yes: there the test costs more.
 inline bool has_nan(Floats x) {
 #if LANES == 16
   return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0;

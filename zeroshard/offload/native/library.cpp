@@ -1,4 +1,4 @@
-// The C interface that zeroshard/offload/library.py calls.
+// The C interface that zeroshard/offload/kernel.py calls. Here the work is divided into parts for the threads.
 #include <algorithm>
 #include <vector>
 
@@ -13,17 +13,17 @@
 
 namespace {
 
-// A segment's parts start at multiples of this many elements, so that vectors do not straddle cache lines.
+// Parts of a segment start at multiples of this many elements, so that no vector crosses a cache line.
 constexpr int64_t ALIGNMENT = 64;
 
-// Elements that a thread takes at a time. Long parts stream better: prefetching starts anew with each. With several for
-// every thread, one whose core is busy with something else holds nobody up.
+// Elements that a thread takes at a time. Long parts are read faster, because prefetching starts again with every part.
+// But every thread should have several parts: then the others can do the work of a thread whose core is busy.
 constexpr int64_t LONGEST = 65536, SHORTEST = 8192, PARTS_OF_A_THREAD = 8;
 
 enum Status : int32_t { OK = 0, CLOSED = 1, NO_THREADS = 2 };
 enum PathNumber : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
 
-// Never freed, some hundred bytes: a thread may still call after the pool was closed at interpreter exit.
+// A handle is never freed (some hundred bytes): a thread may still call after the pool was closed at interpreter exit.
 struct Handle {
   const Path* path;
   Pool pool;
@@ -81,7 +81,7 @@ EXPORT void zeroshard_close(Handle* handle) { handle->pool.close(); }
 
 EXPORT int32_t zeroshard_update(Handle* handle, const Segment* segments, const Rule* rules, int64_t count,
                                 float factor, uint64_t seed) {
-  // All segments in a row, each padded to the alignment, are divided as if they were one.
+  // The segments are laid end to end, each padded to the alignment, and divided as if they were one.
   std::vector<int64_t> ends(count);
   int64_t total = 0;
   for (int64_t index = 0; index < count; ++index) ends[index] = total += round_up(segments[index].length, ALIGNMENT);
@@ -102,13 +102,13 @@ EXPORT int32_t zeroshard_update(Handle* handle, const Segment* segments, const R
   return run(handle, (total + step - 1) / step, work);
 }
 
-EXPORT int32_t zeroshard_accumulate(Handle* handle, float* total, const void* gradient, Kind kind, float factor,
-                                    int32_t first, int64_t count) {
+EXPORT int32_t zeroshard_accumulate(Handle* handle, float* total, const void* gradient, Kind kind, int32_t first,
+                                    int64_t count) {
   const int64_t step = part_length(handle, count);
   auto work = [&](int64_t part) {
     const int64_t offset = part * step;
     const char* from = static_cast<const char*>(gradient) + offset * (kind == FP32 ? 4 : 2);
-    handle->path->accumulate(total + offset, from, kind, factor, first != 0, std::min(step, count - offset));
+    handle->path->accumulate(total + offset, from, kind, first != 0, std::min(step, count - offset));
   };
   return run(handle, (count + step - 1) / step, work);
 }
@@ -122,6 +122,6 @@ EXPORT int32_t zeroshard_square_sum(Handle* handle, const void* values, Kind kin
   };
   const Status status = run(handle, int64_t(sums.size()), work);
   *result = 0;
-  for (double sum : sums) *result += sum;  // always in this order
+  for (double sum : sums) *result += sum;  // always in the same order
   return status;
 }

@@ -1,4 +1,4 @@
-// AVX2 and F16C, for x86 processors of the last ten years.
+// The path with AVX2 and F16C, for x86 processors of the last ten years.
 #include "path.h"
 
 #if defined(__AVX2__) && defined(__F16C__)

@@ -1,4 +1,4 @@
-// AVX-512.
+// The path with AVX-512.
 #include "path.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)

@@ -1,4 +1,4 @@
-// Any processor: vectors of four, which compilers turn into SSE2, NEON or plain loops.
+// The path for any processor: vectors of four elements, which compilers turn into SSE2, NEON or plain loops.
 #define LANES 4
 #include "path.h"
 #include "reduce.h"

@@ -11,7 +11,7 @@
 
 namespace {
 
-// A job often follows on the last: a thread looks for it this long before it sleeps.
+// The next job often comes at once, so a thread looks for it this long before it sleeps.
 constexpr std::chrono::microseconds PATIENCE{30};
 
 void relax() {
@@ -22,7 +22,7 @@ void relax() {
 #endif
 }
 
-// Best effort: a core that may not be used leaves the thread where the scheduler puts it.
+// Binds this thread to a core. If the core may not be used, the scheduler goes on choosing one.
 void bind(int core) {
 #if defined(__linux__)
   if (core < 0 || core >= CPU_SETSIZE) return;
@@ -35,7 +35,7 @@ void bind(int core) {
 #endif
 }
 
-// Signals are for the program's own threads: Ctrl-C must interrupt the one that waits, not one of these.
+// The program's own threads must get the signals: Ctrl-C must interrupt the thread that waits, not one of these.
 void block_signals() {
   sigset_t blocked;
   sigfillset(&blocked);
@@ -43,7 +43,8 @@ void block_signals() {
   pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
 }
 
-// A program may flush denormals in its own threads (torch.set_flush_denormal), which new threads inherit.
+// While it lives, this thread computes with denormals. A program may have switched them off (torch.set_flush_denormal),
+// and new threads inherit that.
 class PlainFloats {
  public:
   PlainFloats() {
@@ -81,7 +82,7 @@ void Crew::work(int core) {
     wake_.wait(lock, [&] { return closing_ || number_.load(std::memory_order_relaxed) != seen; });
     if (closing_) return;
     seen = number_.load(std::memory_order_relaxed);
-    if (!open_) continue;  // the others did it all
+    if (!open_) continue;  // the other threads have done the whole job
     const Job job = job_;
     ++inside_;
     lock.unlock();
@@ -103,7 +104,7 @@ bool Crew::run(const Job& job) {
   std::lock_guard<std::mutex> one(caller_);
   std::unique_lock<std::mutex> lock(mutex_);
   if (closing_) return false;
-  if (job.parts <= 1) {  // not worth waking anybody
+  if (job.parts <= 1) {  // waking a thread would take longer
     lock.unlock();
     const PlainFloats plain;
     for (int64_t index = 0; index < job.parts; ++index) job.part(job.context, index);
@@ -116,7 +117,7 @@ bool Crew::run(const Job& job) {
   lock.unlock();
   wake_.notify_all();
   lock.lock();
-  // All parts taken and nobody inside: all parts done.
+  // If all parts are taken and no thread is inside, all parts are done.
   done_.wait(lock, [&] { return inside_ == 0 && next_.load(std::memory_order_relaxed) >= job.parts; });
   open_ = false;
   return true;

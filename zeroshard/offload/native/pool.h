@@ -1,4 +1,4 @@
-// Threads that wait for a job, do its parts and wait again.
+// Threads that wait for a job, do its parts, and wait for the next job.
 #pragma once
 
 #include <sys/types.h>
@@ -17,8 +17,8 @@ struct Job {
   int64_t parts;
 };
 
-// One generation of threads. Never freed: after a fork the child has the object but not the threads, and its locks may
-// be held by nobody.
+// The threads of one process. A crew is never freed: after a fork the child has the object but not the threads, and its
+// locks may be locked forever.
 class Crew {
  public:
   Crew(int threads, const std::vector<int>& cores);
@@ -32,19 +32,19 @@ class Crew {
   void work(int core);
   void drain(const Job& job);
 
-  std::mutex caller_;  // one job at a time, whoever calls
-  std::mutex mutex_;   // of everything below but the atomics
+  std::mutex caller_;  // allows one job at a time
+  std::mutex mutex_;   // protects everything below except the atomics
   std::condition_variable wake_, done_;
   std::vector<std::thread> threads_;
   Job job_ = {};
-  bool open_ = false;  // a job may be joined
+  bool open_ = false;  // threads may join the job
   bool closing_ = false;
-  int inside_ = 0;  // threads that joined the job and have not left it
-  std::atomic<uint64_t> number_{0};  // of the job
-  std::atomic<int64_t> next_{0};     // part that nobody has taken
+  int inside_ = 0;  // threads that have joined the job and not left it
+  std::atomic<uint64_t> number_{0};  // the job's number
+  std::atomic<int64_t> next_{0};     // the first part that no thread has taken
 };
 
-// What the caller holds: the crew of this process, hired anew after a fork.
+// The crew of this process. After a fork the child gets a new crew with its first call.
 class Pool {
  public:
   Pool(int threads, std::vector<int> cores);

@@ -1,4 +1,4 @@
-// Accumulating gradients, and the sum of their squares.
+// Adding up gradients, and the sum of their squares.
 #pragma once
 
 #include "lanes.h"
@@ -6,35 +6,35 @@
 namespace {
 
 template <Kind kind>
-void accumulate_vectors(float* total, const void* gradient, float factor, bool first, int64_t count) {
+void accumulate_vectors(float* total, const void* gradient, bool first, int64_t count) {
   for (int64_t index = 0; index < count; index += LANES) {
-    Floats sum = load_as_floats<kind>(gradient, index) * factor;
+    Floats sum = load_as_floats<kind>(gradient, index);
     if (!first) sum = load<Floats>(total + index) + sum;
     store(total + index, canonical(sum));
   }
 }
 
 template <Kind kind>
-void accumulate_kind(float* total, const void* gradient, float factor, bool first, int64_t count) {
+void accumulate_kind(float* total, const void* gradient, bool first, int64_t count) {
   constexpr int64_t width = kind == FP32 ? 4 : 2;
   const int64_t whole = count - count % LANES;
-  accumulate_vectors<kind>(total, gradient, factor, first, whole);
+  accumulate_vectors<kind>(total, gradient, first, whole);
   if (whole == count) return;
   alignas(64) float sums[LANES] = {};
   alignas(64) char values[width * LANES] = {};
   __builtin_memcpy(sums, total + whole, (count - whole) * 4);
   __builtin_memcpy(values, (const char*)gradient + whole * width, (count - whole) * width);
-  accumulate_vectors<kind>(sums, values, factor, first, LANES);
+  accumulate_vectors<kind>(sums, values, first, LANES);
   __builtin_memcpy(total + whole, sums, (count - whole) * 4);
 }
 
-void accumulate_range(float* total, const void* gradient, Kind kind, float factor, bool first, int64_t count) {
-  if (kind == BF16) return accumulate_kind<BF16>(total, gradient, factor, first, count);
-  if (kind == FP16) return accumulate_kind<FP16>(total, gradient, factor, first, count);
-  return accumulate_kind<FP32>(total, gradient, factor, first, count);
+void accumulate_range(float* total, const void* gradient, Kind kind, bool first, int64_t count) {
+  if (kind == BF16) return accumulate_kind<BF16>(total, gradient, first, count);
+  if (kind == FP16) return accumulate_kind<FP16>(total, gradient, first, count);
+  return accumulate_kind<FP32>(total, gradient, first, count);
 }
 
-constexpr int ROW = 16;  // lanes of the widest path
+constexpr int ROW = 16;  // the lanes of the widest path
 typedef double Doubles __attribute__((vector_size(8 * LANES)));
 
 template <Kind kind>
@@ -47,8 +47,8 @@ void add_squares(Doubles* sums, const void* values, int64_t count) {
   }
 }
 
-// Every path adds into the same 16 sums, element i into sum i % 16, and these pairwise: the order is a property of the
-// block, not of the vectors. Squares of fp32 values are exact in double.
+// Every path uses the same 16 sums: element i is added to sum i % 16, and then the sums are added pairwise. So the
+// order of additions does not depend on the path. Squares of fp32 values are exact in double.
 template <Kind kind>
 double square_sum_kind(const void* values, int64_t count) {
   constexpr int64_t width = kind == FP32 ? 4 : 2;

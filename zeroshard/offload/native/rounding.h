@@ -1,18 +1,18 @@
-// From fp32 to bf16: half away from zero for parameters, stochastically for moments.
+// Rounding from fp32 to bf16: half away from zero for parameters, stochastic for moments.
 #pragma once
 
 #include "lanes.h"
 
 namespace {
 
-// Both leave the bf16 value in the upper halves, and what is to be forgotten below.
+// The functions leave the bf16 value in the upper half of each word. The lower half has no meaning then.
 
-// For parameters, half away from zero: what is lost, bits - (high << 16), then always fits int16. To nearest even it
-// would not: ties of either parity would leave the same remainder. Overflow gives inf, as it should; a NaN must be
-// canonical.
+// For parameters, half away from zero. What is lost, bits - (high << 16), then always fits into int16, so that a split
+// master is exact. With ties to even, ties of either parity would leave the same remainder. Overflow gives inf, which
+// is right. A NaN must be canonical.
 inline Words nearest(Floats x) { return bits(x) + 0x8000u; }
 
-// Bits that decide the roundings of one parameter in one step, as a function of the element's index alone.
+// Random bits for the roundings of one parameter in one step. They depend only on the element's index.
 class Dice {
  public:
   Dice(uint64_t seed, uint64_t key, uint64_t step, uint64_t index) {
@@ -22,9 +22,9 @@ class Dice {
     for (int lane = 0; lane < LANES; ++lane) lanes_[lane] = uint32_t(lane) * stride_;
   }
 
-  // 32 random bits for each of the LANES elements from `offset` after the index on: a sequence with a stride of its
-  // own, hashed (multipliers: C. Wellons, "hash-prospector"). The lower 16 are for the first moment, the upper for the
-  // second.
+  // 32 random bits for each of LANES elements, which begin `offset` elements after the index. The bits are the hash of
+  // an arithmetic sequence (multipliers: C. Wellons, "hash-prospector"). The lower 16 bits are for the first moment,
+  // the upper 16 bits for the second.
   Words roll(int64_t offset) const {
     Words x = lanes_ + (first_ + uint32_t(offset) * stride_);
     x = (x ^ x >> 16) * 0x21F0AAADu;
@@ -32,7 +32,7 @@ class Dice {
   }
 
  private:
-  static uint64_t absorb(uint64_t state, uint64_t word) {  // a step of splitmix64
+  static uint64_t absorb(uint64_t state, uint64_t word) {  // one step of splitmix64
     uint64_t x = state + word + 0x9E3779B97F4A7C15u;
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
@@ -43,11 +43,11 @@ class Dice {
   Words lanes_;
 };
 
-// For moments, up with the probability of what is lost: `random` is below 2^16.
+// For moments: rounds up with a probability equal to the part that is lost. `random` is below 2^16.
 inline Words stochastic(Floats x, Words random) { return bits(x) + random; }
 
-// The same where x may be anything. From the largest finite bf16 value on it is cut off: finite values must not become
-// inf, and inf and a canonical NaN have nothing to cut.
+// The same for any x. From the largest finite bf16 value on, the lower bits are cut off instead: a finite value must
+// not become inf. Inf and a canonical NaN have no lower bits.
 inline Words stochastic_or_cut(Floats x, Words random) {
   return (bits(x) & 0x7FFFFFFFu) < 0x7F7F0000u ? bits(x) + random : bits(x);
 }

@@ -5,7 +5,7 @@
 
 namespace {
 
-// A segment's arrays from some element on.
+// The arrays of a segment, from some element on.
 struct Arrays {
   const void* gradient;
   void* master;
@@ -13,15 +13,15 @@ struct Arrays {
   void* moments[2];
 };
 
-// Everything else that a pass needs.
+// The other inputs of a pass.
 struct Pass {
   const Rule& rule;
   float factor;
   Dice dice;
-  int64_t offset;  // of the arrays, from the element that the dice start at
+  int64_t offset;  // elements between the start of the dice and the start of the arrays
 };
 
-// How a segment's arrays are stored. Known when compiling, so that the loop over elements asks no questions.
+// The kinds of a segment's arrays, as template arguments: the loop over elements then has no branches on them.
 template <Kind gradient_, Kind master_, Kind parameter_, Kind first_, Kind second_>
 struct Format {
   static constexpr Kind gradient = gradient_, master = master_, parameter = parameter_;
@@ -59,7 +59,7 @@ inline void store_moment(void* array, int64_t index, Words x) {
   }
 }
 
-// torch.optim.Adam and AdamW, in their order of operations. `count` is a multiple of LANES.
+// torch.optim.Adam and AdamW, with torch's order of operations. `count` is a multiple of LANES.
 template <class Format>
 void adam(const Arrays arrays, const Pass& pass, int64_t count) {
   const Rule rule = pass.rule;
@@ -76,7 +76,7 @@ void adam(const Arrays arrays, const Pass& pass, int64_t count) {
     } else {
       first = first + rule.first_weight * (gradient - first);
     }
-    second = second * rule.keep + rule.second_weight * gradient * gradient;
+    second = second * rule.retention + rule.second_weight * gradient * gradient;
     const Floats denominator = square_root(second) / rule.correction + rule.epsilon;
     master = master + rule.step_size * first / denominator;
     Words low{}, high{};  // random bits
@@ -84,23 +84,23 @@ void adam(const Arrays arrays, const Pass& pass, int64_t count) {
       const Words random = dice.roll(pass.offset + index);
       low = random & 0xFFFFu, high = random >> 16;
     }
-    Words kept_first = Format::first == BF16 ? stochastic(first, low) : bits(first);
-    Words kept_second = Format::second == BF16 ? stochastic(second, high) : bits(second);
-    bool rare = has_nan(master);  // as it has if a moment is one
-    if constexpr (Format::first == BF16) rare |= has_special(kept_first);
-    if constexpr (Format::second == BF16) rare |= has_special(kept_second);
+    Words stored_first = Format::first == BF16 ? stochastic(first, low) : bits(first);
+    Words stored_second = Format::second == BF16 ? stochastic(second, high) : bits(second);
+    bool rare = has_nan(master);  // if a moment is NaN, the master is NaN too
+    if constexpr (Format::first == BF16) rare |= has_special(stored_first);
+    if constexpr (Format::second == BF16) rare |= has_special(stored_second);
     if (__builtin_expect(rare, false)) {
       master = canonical(master), first = canonical(first), second = canonical(second);
-      kept_first = Format::first == BF16 ? stochastic_or_cut(first, low) : bits(first);
-      kept_second = Format::second == BF16 ? stochastic_or_cut(second, high) : bits(second);
+      stored_first = Format::first == BF16 ? stochastic_or_cut(first, low) : bits(first);
+      stored_second = Format::second == BF16 ? stochastic_or_cut(second, high) : bits(second);
     }
-    store_moment<Format::first>(arrays.moments[0], index, kept_first);
-    store_moment<Format::second>(arrays.moments[1], index, kept_second);
+    store_moment<Format::first>(arrays.moments[0], index, stored_first);
+    store_moment<Format::second>(arrays.moments[1], index, stored_second);
     store_master<Format>(arrays, index, master);
   }
 }
 
-// torch.optim.SGD, likewise. Without momentum there is no buffer.
+// torch.optim.SGD, with torch's order of operations. Without momentum there is no buffer.
 template <class Format>
 void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
   const Rule rule = pass.rule;
@@ -113,14 +113,15 @@ void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
     if constexpr (Format::first != ABSENT) {
       Floats buffer = gradient;
       if (!(rule.flags & FIRST)) {
-        buffer = load_as_floats<Format::first>(arrays.moments[0], index) * rule.keep + rule.first_weight * gradient;
+        const Floats before = load_as_floats<Format::first>(arrays.moments[0], index);
+        buffer = before * rule.retention + rule.first_weight * gradient;
       }
-      gradient = rule.flags & NESTEROV ? gradient + rule.keep * buffer : buffer;
-      Words kept = bits(canonical(buffer));
+      gradient = rule.flags & NESTEROV ? gradient + rule.retention * buffer : buffer;
+      Words stored = bits(canonical(buffer));
       if constexpr (Format::first == BF16) {
-        kept = stochastic_or_cut(floats(kept), dice.roll(pass.offset + index) & 0xFFFFu);
+        stored = stochastic_or_cut(floats(stored), dice.roll(pass.offset + index) & 0xFFFFu);
       }
-      store_moment<Format::first>(arrays.moments[0], index, kept);
+      store_moment<Format::first>(arrays.moments[0], index, stored);
     }
     store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));
   }
@@ -128,7 +129,7 @@ void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
 
 typedef void Loop(const Arrays, const Pass&, int64_t count);
 
-// The loop that fits a segment: one argument of Format after the other is looked up.
+// The functions below choose the loop for a segment, one argument of Format after the other.
 template <Kind gradient, Kind master, Kind parameter>
 Loop* loop_for_moments(Algorithm algorithm, const Kind* moments) {
   if (algorithm == ADAM) {
@@ -175,7 +176,7 @@ void copy(void* to, const void* from, Kind kind, int64_t count) {
   if (kind != ABSENT) __builtin_memcpy(to, from, count * width(kind));
 }
 
-// The last elements, fewer than a vector: the same code on copies, so that they get the same bits.
+// The last elements, fewer than a vector. The same loop runs on padded copies, so that they get the same bits.
 void update_tail(Loop* loop, const Segment& segment, const Arrays& arrays, const Pass& pass, int64_t count) {
   alignas(64) char copies[5][4 * LANES] = {};
   const Arrays local = {copies[0], copies[1], copies[2], {copies[3], copies[4]}};
@@ -195,7 +196,7 @@ void update_range(const Segment& segment, const Rule& rule, float factor, uint64
   Loop* loop = loop_for(segment, rule.algorithm);
   const float signed_factor = rule.flags & MAXIMIZE ? -factor : factor;
   while (count > 0) {
-    // The hash counts in 32 bits and takes the index's upper half as part of its key.
+    // The dice count in 32 bits, and the upper half of the index is part of their key. So a pass ends at a carry.
     const uint64_t index = uint64_t(segment.start + offset);
     const int64_t until_carry = int64_t(0x100000000u - (index & 0xFFFFFFFFu));
     const int64_t part = count < until_carry ? count : until_carry;

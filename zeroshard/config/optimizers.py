@@ -1,0 +1,93 @@
+"""The optimizers that can be sharded: the one table of them, and the checks of an optimizer that a user passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Names of states that belong to a parameter as a whole. The shape of a state does not tell for a scalar parameter."""
+
+
+class States(NamedTuple):
+    """The states that one of torch's optimizers has for a parameter after its first step, by torch's names."""
+
+    always: tuple[str, ...]
+    by_setting: Mapping[str, str] = {}
+    """By setting, the state that exists only where this setting is neither 0 nor False."""
+    on_host: bool = False
+    """True if offload has a kernel for this optimizer."""
+
+    def under(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the states under these settings of a group."""
+        return *self.always, *(name for setting, name in self.by_setting.items() if settings.get(setting))
+
+    def moments(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the states that have one element for each element of the parameter.
+
+        >>> SUPPORTED[torch.optim.AdamW].moments({"amsgrad": False})
+        ('exp_avg', 'exp_avg_sq')
+        """
+        return tuple(name for name in self.under(settings) if name not in SCALARS)
+
+
+_ADAM = States(("step", "exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}, on_host=True)
+
+SUPPORTED: Mapping[type[torch.optim.Optimizer], States] = {
+    torch.optim.ASGD: States(("step", "eta", "mu", "ax")),
+    torch.optim.Adadelta: States(("step", "square_avg", "acc_delta")),
+    torch.optim.Adagrad: States(("step", "sum")),
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adamax: States(("step", "exp_avg", "exp_inf")),
+    torch.optim.NAdam: States(("step", "mu_product", "exp_avg", "exp_avg_sq")),
+    torch.optim.RAdam: States(("step", "exp_avg", "exp_avg_sq")),
+    torch.optim.RMSprop: States(("step", "square_avg"), {"momentum": "momentum_buffer", "centered": "grad_avg"}),
+    torch.optim.Rprop: States(("step", "prev", "step_size")),
+    torch.optim.SGD: States((), {"momentum": "momentum_buffer"}, on_host=True),
+}
+"""The optimizers of torch that update an element from its own value, gradient and state alone."""
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, vouched: bool) -> None:
+    """Only an optimizer that treats each element by itself gives the same result on shards."""
+    kind = type(optimizer)
+    if kind in SUPPORTED:
+        if vouched:
+            raise ValueError(f"elementwise=True has no effect: {kind.__name__} is known to be; leave it out")
+        return
+    if kind.__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"{kind.__name__} looks at more than one element at a time (a whole matrix, or the whole model), so it "
+            f"cannot update shards; use one of {', '.join(sorted(known.__name__ for known in SUPPORTED))}"
+        )
+    if not vouched:
+        raise ValueError(
+            f"zeroshard does not know whether {kind.__name__} updates each element by itself, which sharding needs; "
+            "if it does, say so with elementwise=True"
+        )
+
+
+def check_covers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """The optimizer must have all trainable parameters of this model, and no other parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    foreign = sum(key not in names for key in covered)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's {len(covered)} parameters are not the model's; build the optimizer from "
+            "model.parameters() of the model you shard (and after moving it, if you move it)"
+        )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+    if missing:
+        raise ValueError(
+            f"{_some(missing)} requires a gradient but is in no group of the optimizer; add it to the optimizer or "
+            "freeze it with requires_grad_(False)"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return repr(names[0]) if len(names) == 1 else f"{names[0]!r} (and {len(names) - 1} more)"

@@ -1,0 +1,142 @@
+"""Views of a record: the live bar on a terminal, plain lines elsewhere, and the closing table beside the papers."""
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..observe.ledger import Memory
+from ..plan.formulas import (
+    KINDS,
+    PaperRow,
+    paper_memory,
+    paper_traffic,
+    paper_volume,
+    ranks_that_update,
+    total_bytes,
+)
+from .record import Record, StepTrace
+
+
+def rank_zero_console(rank: int) -> Console:
+    """Return a console that prints on rank 0 and is silent on every other rank."""
+    return Console(file=sys.stdout, quiet=rank != 0)
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is: no wrapping, no colours, no markup."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+class Bar(Progress):
+    """The steps as a bar, with the numbers of the last measured step below it. Only a terminal shows it."""
+
+    def __init__(self, steps: int, console: Console) -> None:
+        self._steps, self._numbers = steps, ""  # set first, because the constructor below draws
+        columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.add_task("step", total=steps)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return what is drawn: the bar, and the numbers below it."""
+        yield from super().get_renderables()
+        yield Text(self._numbers)
+
+    def reach(self, step: int) -> None:
+        """Move the bar to a step."""
+        self.update(self._task, completed=step)
+
+    def show(self, step: int, record: Record) -> None:
+        """Show the numbers of a measured step: below the bar on a terminal, as a line elsewhere."""
+        self._numbers = step_line(record)
+        if not self.console.is_terminal:
+            say(self.console, f"step {step}/{self._steps} · {self._numbers}")
+
+
+def step_line(record: Record) -> str:
+    """Return the numbers of the last measured step."""
+    assert record.stats is not None, "a step was measured"
+    parts, host = [f"loss {record.losses[-1]:.3f}"], record.stats.host_memory
+    if record.tokens_a_second is not None:
+        parts.append(f"{record.tokens_a_second:,.0f} tokens/s")
+    if host is None or not host.model_states:
+        parts.append(_by_kind(record.memory))
+    else:
+        parts += [f"device: {_by_kind(record.memory)}", f"host: {_by_kind(host)}"]
+    if record.volume is not None:
+        parts.append(f"volume {record.volume:.2f} Ψ")
+    return " · ".join(parts)
+
+
+def _by_kind(memory: Memory) -> str:
+    parameters, gradients, states = (f"{getattr(memory, kind) / 1e6:.1f}" for kind in KINDS)
+    return f"parameters {parameters}, gradients {gradients}, optimizer states {states} MB"
+
+
+def evaluation_line(step: int, record: Record) -> str:
+    """Return the last held-out loss, of an evaluation after a step; step 0 is before the first one."""
+    return f"held-out loss {record.held_out[-1]:.3f} " + (f"after {step} steps" if step else "before training")
+
+
+def trace_line(trace: StepTrace) -> str:
+    """Return what was traced, and the share of the time that copies cost."""
+    verdict = "nothing is offloaded, so nothing was copied"
+    if trace.exposed_copies is not None:
+        verdict = f"copies hidden by neither device nor host work took {trace.exposed_copies:.1%} of the time"
+    first, last = trace.steps[0], trace.steps[-1]
+    steps = f"steps {first} to {last}" if first < last else f"step {first}"
+    return f"traced {steps} in {trace.file}: {verdict}"
+
+
+def closing_table(record: Record) -> Table:
+    """Return the table that ends a run: what this rank measured beside the papers' formulas."""
+    stats, offload = record.stats, record.offload
+    assert stats is not None, "a step was measured"
+    ranks, size = str(record.world), f"Ψ = {stats.parameters / 1e6:,.1f}M parameters"
+    if record.tensor_parallel > 1:
+        ranks, size = f"{ranks} × {record.tensor_parallel}", f"{size} a tensor-parallel rank"
+    setting = [f"stage {stats.stage}", f"{ranks} ranks", record.precision, *(["offload cpu"] if offload else []), size]
+    table = Table(title=" · ".join(setting), title_justify="left", caption_justify="left")
+    for name in ("per rank", "measured", "paper", "formula"):
+        table.add_column(name, justify="right" if name in ("measured", "paper") else "left")
+    kept, parameters = stats.kept_parameters / stats.padded_parameters, stats.parameters
+    part = None if offload is None else offload.part
+    paper = paper_memory(stats.stage, record.world, record.precision, part)
+    if offload is None:
+        _add_memory(table, "", parameters, paper.device, record.memory)
+    else:
+        _add_memory(table, "device", parameters, paper.device, offload.device)
+        _add_memory(table, "host", parameters, paper.host, offload.host)
+        traffic, formula = paper_traffic(record.precision, offload.part, kept)
+        each = parameters / ranks_that_update(stats.stage, record.world)
+        counted = None if offload.traffic is None else offload.traffic / each
+        table.add_row("traffic, bytes a parameter", _number(counted), _number(traffic), formula)
+        symbols = {term.symbol: term.share for row in (*paper.device, *paper.host) for term in row.terms}
+        shares = [f"{symbol} = {share:.3f} Ψ" for symbol, share in symbols.items() if symbol != "Ψ"]
+        table.caption = " · ".join(shares) or None
+    volume, formula = paper_volume(stats.stage, record.world, kept)
+    table.add_row("volume per step, Ψ", _number(record.volume), _number(volume), formula, end_section=True)
+    table.add_row("training loss", f"{record.losses[0]:.3f} → {record.losses[-1]:.3f}")
+    table.add_row("held-out loss", f"{record.held_out[0]:.3f} → {record.held_out[-1]:.3f}")
+    table.add_row("tokens/s, all ranks", "–" if record.tokens_a_second is None else f"{record.tokens_a_second:,.0f}")
+    return table
+
+
+def _add_memory(table: Table, place: str, parameters: int, rows: Sequence[PaperRow], measured: Memory) -> None:
+    """Add a row for each kind of state, and one for all of them together."""
+    for row in rows:
+        size = getattr(measured, row.kind)
+        table.add_row(f"{place} {row.title}, MB".lstrip(), _mb(size), _mb(row.bytes(parameters)), str(row))
+    together = f"all on the {place}, MB" if place else "all model states, MB"
+    table.add_row(together, _mb(measured.model_states), _mb(total_bytes(rows, parameters)))
+
+
+def _mb(number: float) -> str:
+    return f"{number / 1e6:,.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
