@@ -71,18 +71,18 @@ class Runtime(NotCopyable):
             for spec in specs
         ]
         self._check_keep()
+        self.flats = [flat for unit in self.units for flat in unit.flats]
         self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
         self._traffic = StepTraffic()
-        self.optimizer: ShardedOptimizer | None = None
 
         turns = Turns()
         self.host = place_on_host(self.units, optimizer, config, fabric, turns)
         """The updates on the host, if any."""
         make_ordinary(model)
         adopt_values(model, self.units, fabric, config)
-        sharded_parameters = any(flat.sharded for unit in self.units for flat in unit.flats)
         self._buffers = Buffers(model, fabric)
+        sharded_parameters = any(flat.sharded for flat in self.flats)
         self.reducer = Reducer(self.units, fabric, self._buffers, by_position=sharded_parameters)
         turns.order = self.reducer.publishing_order
         self.faults = Faults(config.on_nonfinite, fabric, self._buffers)
@@ -95,15 +95,7 @@ class Runtime(NotCopyable):
             scaler=self.scaler,
             faults=self.faults,
         )
-        if optimizer is not None:
-            self.optimizer = ShardedOptimizer(
-                optimizer,
-                self.reducer.flats,
-                fabric,
-                passes=self,
-                treatment=Treatment(self.reducer.flats, fabric, config.clip_grad_norm, self.scaler, self.faults),
-                elsewhere=[] if self.host is None else [self.host],
-            )
+        self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._watch_checkpoints()
         self.guards = Guards(model, self.units, fabric.device, self.finish_updates)
@@ -111,6 +103,12 @@ class Runtime(NotCopyable):
         self.shortage = Answer(model, self.units, self.ledger, title=title, device=fabric.device)
         object.__setattr__(model, _ATTRIBUTE, self)
         _runtimes.add(self)
+
+    def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        flats = self.reducer.flats
+        treatment = Treatment(flats, self.fabric, self.config.clip_grad_norm, self.scaler, self.faults)
+        elsewhere = [] if self.host is None else [self.host]
+        return ShardedOptimizer(optimizer, flats, self.fabric, passes=self, treatment=treatment, elsewhere=elsewhere)
 
     def _check_keep(self) -> None:
         names = {name for unit in self.units for name in (unit.name, unit.title)}
@@ -143,9 +141,8 @@ class Runtime(NotCopyable):
     def synchronize(self) -> None:
         """Waits for updates that are under way, so that parameters that are whole at rest can be read."""
         self.finish_updates()
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.wait_if_whole()
+        for flat in self.flats:
+            flat.wait_if_whole()
 
     @contextmanager
     def gathered(self, units: list[Unit], *, write: bool = False, lend: bool = False) -> Iterator[None]:
@@ -202,13 +199,12 @@ class Runtime(NotCopyable):
     def stats(self) -> Stats:
         optimizer = self.optimizer
         norm = optimizer.grad_norm if optimizer is not None else None
-        flats = [flat for unit in self.units for flat in unit.flats]
         kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
         return Stats(
             **vars(self._traffic),
             stage=self.stage,
-            parameters=sum(flat.layout.parameters for flat in flats),
-            padded_parameters=sum(flat.layout.numel for flat in flats),
+            parameters=sum(flat.layout.parameters for flat in self.flats),
+            padded_parameters=sum(flat.layout.numel for flat in self.flats),
             kept_parameters=sum(unit.numel for unit in kept),
             memory=self.ledger.now(),
             host_memory=self._host_memory(),

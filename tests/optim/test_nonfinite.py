@@ -1,4 +1,4 @@
-"""NaN and inf: found where they come up, named, and kept out of the states."""
+"""NaN and inf: found where they appear, and named. They never reach the states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Poison(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """Breaks in the middle block on one rank, in forward or in backward; keeps a running mean."""
+    """Breaks in the middle block on one rank, in forward or in backward; has a running mean."""
 
     def __init__(self) -> None:
         super().__init__()

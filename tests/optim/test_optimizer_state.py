@@ -191,11 +191,11 @@ def test_loaded_state_is_a_copy_and_settings_are_taken_with_it(stages: Stages) -
         train(model, optimizer, 0)
         state = optimizer.state_dict()
         state["param_groups"][0]["lr"] = 0.5
-        kept = copy.deepcopy(state)
+        before = copy.deepcopy(state)
         optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["lr"] == 0.5
         train(model, optimizer, 1)
-        assert same_state(state, kept), f"stage {stage}: training changed the loaded dict"
+        assert same_state(state, before), f"stage {stage}: training changed the loaded dict"
 
 
 @in_stages

@@ -61,7 +61,7 @@ class StepTraffic:
     volume_model: Mapping[str, Traffic] = field(default_factory=dict)
     """With divided activation checkpoints (P_a): volume between model-parallel ranks, which put checkpoints together.
 
-    The traffic of tensor parallelism itself does not count here: torch moves it."""
+    The traffic of tensor parallelism itself does not count here: ``comm.traffic`` counts it."""
     host_traffic: Mapping[str, int] = field(default_factory=dict)
     """With offload: bytes of model states "to the host" and "to the device" that the last step asked for. Copies that
     are made during the next step count too."""

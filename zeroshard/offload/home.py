@@ -30,7 +30,7 @@ STATE_KINDS = {"slot": "gradients", "total": "accumulators", "resting": "paramet
 
 
 class HostHome(Home, FlatStates):
-    """Where one flat's optimizer states and averaged gradients live on the host."""
+    """The home on the host of one flat."""
 
     place = Place.HOST
     asynchronous = True
@@ -49,9 +49,9 @@ class HostHome(Home, FlatStates):
         self.counts: dict[Piece, int] = dict.fromkeys(pieces, 0)
         """The number of steps that each piece has made."""
         self.received = 0
-        """Micro-batches whose gradients came since the last step."""
+        """Gradients that came since the last step."""
         self.updated_early = False
-        """This step's update was made in backward."""
+        """Whether this step's update was asked for in backward."""
         self._norm: Tensor | None = None
         """The norm of the first micro-batch's gradient, if it was computed on the device."""
 

@@ -37,6 +37,7 @@ class Faults:
 
     def __init__(self, policy: Policy | None, fabric: Fabric, buffers: Buffers) -> None:
         self._policy, self._fabric, self._buffers = policy, fabric, buffers
+        self.watching = policy is not None
         self._outputs: list[tuple[str, Tensor]] = []
         """Titles of units in the order of their outputs, and whether the output was finite; on the device."""
         self.stop_reason: str | None = None
@@ -46,10 +47,6 @@ class Faults:
         """A forward that is trained on has begun since the last step."""
         if self.watching:
             buffers.remember()
-
-    @property
-    def watching(self) -> bool:
-        return self._policy is not None
 
     def states_loaded(self) -> None:
         """Called when a checkpoint was loaded. A step that is left out goes back to the loaded buffers."""

@@ -45,7 +45,7 @@ class Unit:
             for number, members in enumerate(groups)
         ]
         self.open_blocks = 0
-        """How many ``gathered`` blocks are open that need the unit present."""
+        """How many ``gathered`` blocks are open. The unit stays present meanwhile."""
 
     @property
     def trainable_flats(self) -> list[Flat]:
