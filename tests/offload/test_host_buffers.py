@@ -12,7 +12,7 @@ from tests.models import net
 from tests.offload.scenarios import adamw, micro_batches, momentum, plain, sgd
 from zeroshard import Offload
 from zeroshard.offload.host_buffers import HostBuffers, HostBytes, bytes_of, join, remainder, round_to, wanted
-from zeroshard.offload.pinned import ALIGNMENT, Block
+from zeroshard.offload.pinned import ALIGNMENT, HostBlock
 from zeroshard.offload.pipeline import HIGH_HALVES, RING
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,7 +104,7 @@ def test_buffers_fill_their_blocks_to_the_last_byte() -> None:
     for options, _, _ in BYTES.values():
         for numel in (1, 63, 64, 1000):
             states = HostBuffers(Offload(**options), torch.bfloat16, numel, moments=ADAM)
-            blocks = [Block(size, pinned=False) for size in (states.bytes.pinned, states.bytes.pageable)]
+            blocks = [HostBlock(size, pinned=False) for size in (states.bytes.pinned, states.bytes.pageable)]
             states.bind(*blocks)
             assert all(tensor.numel() == numel for tensor in states.tensors.values())
             for block in blocks:

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zeroshard.offload.pinned import ALIGNMENT, Block, aligned
+from zeroshard.offload.pinned import ALIGNMENT, HostBlock, aligned
 
 
 def test_buffers_are_zero_disjoint_aligned_and_writable() -> None:
     sizes = [(3, torch.float32), (1, torch.bfloat16), (0, torch.float32), (200, torch.int16), (64, torch.float32)]
-    block = Block(sum(aligned(n * d.itemsize) for n, d in sizes), pinned=False)
+    block = HostBlock(sum(aligned(n * d.itemsize) for n, d in sizes), pinned=False)
     taken = [block.take(numel, dtype) for numel, dtype in sizes]
     for tensor, (numel, dtype) in zip(taken, sizes, strict=True):
         assert tensor.dtype is dtype
@@ -27,7 +27,7 @@ def test_buffers_are_zero_disjoint_aligned_and_writable() -> None:
 
 
 def test_no_more_can_be_taken_than_was_counted() -> None:
-    block = Block(2 * ALIGNMENT, pinned=False)
+    block = HostBlock(2 * ALIGNMENT, pinned=False)
     block.take(1, torch.float32)
     block.take(ALIGNMENT // 4, torch.float32)
     with pytest.raises(AssertionError, match="more was taken"):
@@ -35,12 +35,12 @@ def test_no_more_can_be_taken_than_was_counted() -> None:
 
 
 def test_an_empty_block_is_fine() -> None:
-    assert Block(0, pinned=False).take(0, torch.float32).shape == (0,)
-    assert Block(0, pinned=True).take(0, torch.float32).shape == (0,)
+    assert HostBlock(0, pinned=False).take(0, torch.float32).shape == (0,)
+    assert HostBlock(0, pinned=True).take(0, torch.float32).shape == (0,)
 
 
 def test_a_buffer_outlives_its_block() -> None:
-    taken = Block(ALIGNMENT, pinned=False).take(4, torch.float32)
+    taken = HostBlock(ALIGNMENT, pinned=False).take(4, torch.float32)
     gc.collect()
     assert taken.add_(1).tolist() == [1.0] * 4
 
@@ -59,7 +59,7 @@ def test_memory_is_pinned_in_exactly_the_size_asked_for_and_given_back(monkeypat
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("wait", 0, 0)))
     size = 12345 * ALIGNMENT
-    block = Block(size, pinned=True)
+    block = HostBlock(size, pinned=True)
     pointer = block.take(1, torch.uint8).data_ptr()
     assert calls == [("pin", pointer, size)]
     del block
@@ -70,4 +70,4 @@ def test_memory_is_pinned_in_exactly_the_size_asked_for_and_given_back(monkeypat
 def test_memory_that_cannot_be_pinned_is_said_with_size_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     with pytest.raises(ValueError, match=r"offload: 0\.5 GiB .*CUDA error 2.*ulimit -l.*host_fraction="):
-        Block(1 << 29, pinned=True)
+        HostBlock(1 << 29, pinned=True)

@@ -154,7 +154,7 @@ def test_a_divided_checkpoint_costs_one_gather_a_block_and_a_fraction_of_the_mem
 
 @on_ranks(4)
 def test_gathers_of_checkpoints_are_under_a_tenth_of_tensor_parallelisms_own() -> None:
-    from zeroshard.comm.traffic import count_functional
+    from tests.functional_collectives import count_functional
     from zeroshard.config.job import ModelConfig
     from zeroshard.train.gpt import GPT
     from zeroshard.train.tensor_parallel import parallelise

@@ -41,7 +41,7 @@ def on_rank_one(target: object, name: str, call: Callable[[], object]) -> str:
 def all_cases(folder: str) -> dict[str, str]:
     run = Run({"stage": 2})
     found = {
-        "allocate": on_rank_one(background, "Block", lambda: run.save(f"{folder}/a", asynchronous=True)),
+        "allocate": on_rank_one(background, "HostBlock", lambda: run.save(f"{folder}/a", asynchronous=True)),
         "thread": on_rank_one(saving, "Saving", lambda: run.save(f"{folder}/b")),
         "path": outcome(lambda: run.save(f"{folder}/x\0y")),
         "blocking": outcome(lambda: run.save(f"{folder}/b")),

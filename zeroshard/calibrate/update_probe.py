@@ -9,7 +9,7 @@ import torch
 
 from ..config.offload import Offload
 from ..offload.kernel import Pool, Segment
-from ..offload.pinned import Block
+from ..offload.pinned import HostBlock
 from ..offload.pipeline import default_threads
 from ..offload.rules import AdamRule
 from ..plan.unit_costs import host_update_bytes
@@ -24,7 +24,7 @@ class UpdateProbe:
     """An Adam update: masters and moments in fp32, gradients and parameters in bf16."""
 
     def __init__(self, device: torch.device, parameters: int) -> None:
-        block = Block(14 * parameters, pinned=False)  # the kind of memory that states live in
+        block = HostBlock(14 * parameters, pinned=False)  # the kind of memory that states live in
         gradient = block.take(parameters, torch.bfloat16).fill_(0.01)
         master, first, second = (block.take(parameters, torch.float32).fill_(0.01) for _ in range(3))
         segment = Segment(gradient=gradient, master=master, parameter=gradient, moments=(first, second), key=0, start=0)

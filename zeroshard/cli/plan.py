@@ -17,13 +17,10 @@ from ..comm.process_group import end_process_group, start_process_group
 from ..config.checks import DTYPES
 from ..config.options import Activations, Config
 from ..plan import as_json, choice, paper_table, report
-from ..plan.choice import Row
 from ..plan.hardware import MOST, Hardware, find_hardware
 from ..plan.machine_profile import calibrated_file
 from ..plan.models import Subject, find_model
 from ..plan.module import gathering
-from ..plan.module_trace import ModuleTrace
-from ..plan.scale import cost, doubling, scale
 from ..plan.shape import Setup
 from ..system import machine
 
@@ -190,7 +187,7 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
         return 0 if any(model is not None for _, model in found) else NOTHING_FITS
     rows = choice.plan(subject, setup, hardware, arguments.batch or subject.batch)
     best = choice.recommend(rows)
-    extras = _extras(arguments, best or rows[-1], hardware)
+    extras = as_json.extras(best or rows[-1], arguments.tokens, arguments.scale)
     if arguments.json:
         print(json.dumps(as_json.rows(rows, best, hardware, subject) | extras, indent=2))
     else:
@@ -236,7 +233,7 @@ def _setup(arguments: argparse.Namespace, subject: Subject, hardware: Hardware) 
         micro_batches=arguments.micro_batches,
         checkpointing=checkpointing,
         activations=activations if checkpointing else None,
-        **(_gathering(subject) if subject is not None else {}),
+        **_gathering(subject),
     )
 
 
@@ -249,53 +246,6 @@ def _usual_precision(hardware: Hardware) -> Any:
     if hardware.on_cpu:
         return "fp32"
     return "bf16" if hardware.machine is None or hardware.guessed else hardware.machine.half
-
-
-def _extras(arguments: argparse.Namespace, row: Row, hardware: Hardware) -> dict[str, Any]:
-    """The answers to --tokens and --scale, for the recommended row."""
-    found: dict[str, Any] = {}
-    if arguments.tokens is None and arguments.scale is None:
-        return found
-    if row.work is None or hardware.machine is None:
-        asked = "--tokens" if arguments.tokens is not None else "--scale"
-        raise ValueError(f"{asked} needs a predicted time: give --machine NAME, or measure this one with --calibrate")
-    if arguments.tokens is not None:
-        if isinstance(row.model, ModuleTrace) and not row.model.tokens_known:
-            raise ValueError(
-                f"--tokens: how many a step takes is not known of {row.model.name}, whose inputs are no token ids; if "
-                "they are sequences of something, let the function take a parameter called sequence and make them of it"
-            )
-        price = cost(row.work, row.setup, hardware.machine, arguments.tokens)
-        found["training"] = {
-            "tokens": arguments.tokens,
-            "steps": math.ceil(price.steps),
-            "days": price.days,
-            "gpu_hours": price.device_hours,
-        }
-    if arguments.scale is not None:
-        found["scale"] = _scaled(row, *arguments.scale)
-    return found
-
-
-def _scaled(row: Row, first: int, last: int) -> list[dict[str, Any]]:
-    machine = row.hardware.grown(row.hardware.gpus).machine
-    assert row.work is not None
-    assert machine is not None
-    unit = "samples" if isinstance(row.model, ModuleTrace) and not row.model.tokens_known else "tokens"
-    found = []
-    for point in scale(row.work, row.setup, machine, doubling(first, last)):
-        setup = replace(row.setup, world=point.devices // row.setup.model_parallel)
-        found.append(
-            {
-                "gpus": point.devices,
-                "fits": replace(row, setup=setup, hardware=row.hardware.grown(point.devices)).fits,
-                "step_seconds": point.time.total,
-                f"{unit}_a_second": point.tokens_a_second,
-                "efficiency": point.efficiency,
-                "exposed_communication": point.exposed,
-            }
-        )
-    return found
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from ..storage.folder import candidates
 from ..storage.format import CheckpointError
 from ..system.machine import ensure_bf16_matmul, usable_cores
 from ..train.checkpoints import AUTO, FOLDER, NEVER
+from ..train.gpt_weights import earlier_weights
 from ..train.launch import Nodes, launch, under_torchrun
 from ..train.loop import train
 from ..train.probe import LEAST_STEPS_TO_TRACE
-from ..train.weights import earlier_weights
 from .job_options import add_job_options, overrides
 
 HELP = "train a GPT from a TOML configuration, on one machine or many"

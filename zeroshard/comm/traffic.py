@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
-
-from ..system import compat
 
 
 class Collective(Enum):
@@ -55,21 +51,3 @@ class Meter:
         """Returns the counts and begins anew."""
         counts, self.counts = self.counts, {}
         return counts
-
-
-@contextmanager
-def count_functional() -> Iterator[Meter]:
-    """Inside, counts torch's functional collectives, which DTensors issue in forward and backward.
-
-    They are counted in the same way as our own. For tests and reports: every operation of torch goes through Python
-    inside.
-    """
-    meter = Meter()
-
-    def see(name: str, elements: int, itemsize: int) -> None:
-        for kind in Collective:
-            if name.startswith(kind.value):
-                meter.count(kind, elements, itemsize)
-
-    with compat.watch_functional_collectives(see):
-        yield meter

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..config.layout import Piece
 from ..config.offload import Offload
-from .pinned import Block, aligned
+from .pinned import HostBlock, aligned
 
 
 class Buffer(NamedTuple):
@@ -101,7 +101,7 @@ class HostBuffers:
         self.resting: Tensor | None = None
         """The parameters, if they live on the host. Another buffer may hold them, too."""
 
-    def bind(self, pinned: Block, pageable: Block) -> None:
+    def bind(self, pinned: HostBlock, pageable: HostBlock) -> None:
         """Takes the buffers from blocks of host memory."""
         tensors = self.tensors
         for name, dtype, is_pinned in self._wanted:

@@ -27,10 +27,10 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class Block:
+class HostBlock:
     """One block of host memory that buffers are cut from, one after the other.
 
-    >>> block = Block(aligned(3 * 4), pinned=False)
+    >>> block = HostBlock(aligned(3 * 4), pinned=False)
     >>> block.take(3, torch.float32).tolist()
     [0.0, 0.0, 0.0]
     """

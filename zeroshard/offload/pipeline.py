@@ -33,7 +33,7 @@ from ..system.sizes import size_text
 from .dry import DryPool, DryWorker
 from .host_buffers import HostBuffers, HostBytes
 from .kernel import Pool
-from .pinned import Block, BufferRing, aligned
+from .pinned import BufferRing, HostBlock, aligned
 from .worker import POLL_SECONDS, Worker
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Pipeline:
         """The factor 1, of updates in backward."""
         self.buffers: list[HostBuffers] = []
         """Of all flats whose states live on the host."""
-        self.blocks: tuple[Block, ...] = ()
+        self.blocks: tuple[HostBlock, ...] = ()
         self._ring_size = RING * options.update_in_backward
         self._high_ring_size = HIGH_HALVES * options.read_back
         self._updates: deque[Update] = deque()
@@ -183,15 +183,15 @@ class Pipeline:
     def allocate(self) -> None:
         """Takes the host memory of all flats, in two blocks."""
         size = self.bytes
-        pinned = Block(size.pinned, pinned=self._cuda, dry=self.dry)
-        pageable = Block(size.pageable, pinned=False, dry=self.dry)
+        pinned = HostBlock(size.pinned, pinned=self._cuda, dry=self.dry)
+        pageable = HostBlock(size.pageable, pinned=False, dry=self.dry)
         for buffers in self.buffers:
             buffers.bind(pinned, pageable)
         self.gradient_ring = self._new_ring(pinned, self._ring_size)
         self.high_ring = self._new_ring(pinned, self._high_ring_size)
         self.blocks = (pinned, pageable)
 
-    def _new_ring(self, block: Block, count: int) -> BufferRing:
+    def _new_ring(self, block: HostBlock, count: int) -> BufferRing:
         return BufferRing([block.take(self._largest, torch.uint8) for _ in range(count)], self.updater.check)
 
     def expect_sums(self) -> None:

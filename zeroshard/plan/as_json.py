@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from . import choice
 from .choice import Row
 from .hardware import Hardware
 from .models import Subject
+from .module_trace import ModuleTrace
+from .scale import cost, doubling, scale
 from .shape import Transformer
 
 
@@ -84,3 +87,51 @@ def _row(row: Row) -> dict[str, Any]:
             "bottleneck": time.bottleneck.value,
         },
     }
+
+
+def extras(row: Row, tokens: float | None, devices: tuple[int, int] | None) -> dict[str, Any]:
+    """The answers to ``--tokens`` and ``--scale`` for one row: a price, and the speed on more devices."""
+    found: dict[str, Any] = {}
+    if tokens is None and devices is None:
+        return found
+    machine = row.hardware.machine
+    if row.work is None or machine is None:
+        asked = "--tokens" if tokens is not None else "--scale"
+        raise ValueError(f"{asked} needs a predicted time: give --machine NAME, or measure this one with --calibrate")
+    if tokens is not None:
+        if isinstance(row.model, ModuleTrace) and not row.model.tokens_known:
+            raise ValueError(
+                f"--tokens: how many a step takes is not known of {row.model.name}, whose inputs are no token ids; if "
+                "they are sequences of something, let the function take a parameter called sequence and make them of it"
+            )
+        price = cost(row.work, row.setup, machine, tokens)
+        found["training"] = {
+            "tokens": tokens,
+            "steps": math.ceil(price.steps),
+            "days": price.days,
+            "gpu_hours": price.device_hours,
+        }
+    if devices is not None:
+        found["scale"] = _scaled(row, *devices)
+    return found
+
+
+def _scaled(row: Row, first: int, last: int) -> list[dict[str, Any]]:
+    machine = row.hardware.grown(row.hardware.gpus).machine
+    assert row.work is not None
+    assert machine is not None
+    unit = "samples" if isinstance(row.model, ModuleTrace) and not row.model.tokens_known else "tokens"
+    found = []
+    for point in scale(row.work, row.setup, machine, doubling(first, last)):
+        setup = replace(row.setup, world=point.devices // row.setup.model_parallel)
+        found.append(
+            {
+                "gpus": point.devices,
+                "fits": replace(row, setup=setup, hardware=row.hardware.grown(point.devices)).fits,
+                "step_seconds": point.time.total,
+                f"{unit}_a_second": point.tokens_a_second,
+                "efficiency": point.efficiency,
+                "exposed_communication": point.exposed,
+            }
+        )
+    return found

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from ..offload.pinned import Block, aligned
+from ..offload.pinned import HostBlock, aligned
 from ..system import machine
 
 MOST_WASTE = 2
@@ -26,7 +26,7 @@ class HostSlot:
 
     def __init__(self, size: int, *, pinned: bool, dry: bool) -> None:
         self.size = size
-        self._block = Block(size, pinned=pinned, dry=dry)
+        self._block = HostBlock(size, pinned=pinned, dry=dry)
         self.memory = self._block.take(size, torch.uint8)
         self.asked = 0
         """Bytes that the checkpoint in it asked for."""

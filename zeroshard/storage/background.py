@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..comm.fabric import Fabric
-from ..offload.pinned import Block, aligned
+from ..offload.pinned import HostBlock, aligned
 from ..system import compat, machine
 from .contents import Contents, Item
 from .folder import FolderClaim, clear, keep_newest, partial_of, publish, time_after
@@ -44,7 +44,7 @@ class Snapshots:
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
-        self._block: Block | None = None
+        self._block: HostBlock | None = None
         self.memory: Tensor | None = None
 
     def lacking(self, contents: Contents) -> int:
@@ -59,7 +59,7 @@ class Snapshots:
         if self.memory is None or self.memory.numel() < size:
             self.memory = self._block = None
             try:
-                self._block = Block(size, pinned=self._fabric.device.type == "cuda")
+                self._block = HostBlock(size, pinned=self._fabric.device.type == "cuda")
                 self.memory = self._block.take(size, torch.uint8)
             except Exception as error:  # pinned memory has limits of its own, which no count of free bytes shows
                 return f"{type(error).__name__}: {error}"

@@ -235,23 +235,6 @@ class OperationWatch(OperationMode):
 
 
 @contextmanager
-def watch_functional_collectives(see: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Calls ``see`` for every functional collective with its name, the elements of the whole, and bytes of each."""
-
-    class Watch(OperationMode):
-        def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = operation(*args, **kwargs)
-            if operation.namespace == "_c10d_functional":
-                largest = max(tensors_in((args, result)), key=Tensor.numel, default=None)
-                if largest is not None:
-                    see(operation._opname, largest.numel(), largest.itemsize)
-            return result
-
-    with Watch():  # type: ignore[no-untyped-call]
-        yield
-
-
-@contextmanager
 def one_rank_of(world: int, rank: int) -> Iterator[None]:
     """In this context this process is one rank of a world without other ranks. Collectives move nothing."""
     from torch.distributed.tensor import debug  # here, because the import sets a variable of the environment

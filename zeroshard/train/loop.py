@@ -20,11 +20,11 @@ from ..system.machine import available_memory, device_of_rank, usable_cores
 from .checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
 from .data import Corpus
 from .gpt import GPT, sample
+from .gpt_weights import load_weights, save_weights
 from .probe import Probe
 from .record import Record
 from .tensor_parallel import parallelise
 from .views import Bar, closing_table, evaluation_line, rank_zero_console, say, trace_line
-from .weights import load_weights, save_weights
 
 PROMPT = b"import "
 LOWEST_LR = 0.1  # the end of the cosine, as a share of the highest learning rate
