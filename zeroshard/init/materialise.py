@@ -188,9 +188,9 @@ def _read(model: nn.Module, flats: list[Flat], fabric: Fabric, path: Path, confi
         )
     names = {module: name for name, module in model.named_modules()}
     blanks = blank_buffers(model, fabric.device)
-    not_there = [blank for blank in blanks if not weights.holds(blank.value)]
+    not_there = [blank for blank in blanks if not weights.has(blank.value)]
     if config.init is not None and not not_there:
-        raise ValueError(f"init={config.init!r} has no effect: weights= holds every parameter and buffer; leave it out")
+        raise ValueError(f"init={config.init!r} has no effect: weights= has every parameter and buffer; leave it out")
     for step in steps_of(model, config):
         if step.initialise is not None and any(blank.module is step.module for blank in not_there):
             # Parameters are still on the meta device: setting them has no effect and draws no random numbers.
@@ -202,7 +202,7 @@ def _read(model: nn.Module, flats: list[Flat], fabric: Fabric, path: Path, confi
             weights.read_flat(flat, values)
             flat.start_from(values)
         for buffer in model.buffers():
-            if weights.holds(buffer):
+            if weights.has(buffer):
                 weights.read_buffer(buffer)
 
 
@@ -215,7 +215,7 @@ def _leave_empty(model: nn.Module, flats: list[Flat], fabric: Fabric) -> None:
 
 @contextmanager
 def _one_for_all(fabric: Fabric) -> Iterator[None]:
-    """Raises an error with files on one rank on all ranks. Without it the other ranks would wait for that rank."""
+    """If reading files fails on one rank, raises on all ranks. Otherwise the other ranks would wait for that rank."""
     problem = ""
     try:
         yield

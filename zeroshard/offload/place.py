@@ -149,7 +149,7 @@ def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:
 
 
 def stay_within(sizes: Sequence[int], bytes_on_device: float, budget: int) -> list[bool]:
-    """The same for a budget: as many units stay as fit in ``budget`` bytes, at ``bytes_on_device`` an element."""
+    """As ``stay_on_device``, but the units that stay fit in ``budget`` bytes, at ``bytes_on_device`` an element."""
     return _first(sizes, int(budget / bytes_on_device))
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Turns:
     """The one order in which all ranks gather flats that the host updates.
 
-    Without it, ranks would gather in different orders, because a flat's update ends at another time on every rank.
+    Without this order, ranks would gather in different orders: a flat's update ends at another time on every rank.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Turns:
             other = order[self._first]
             if other.updating:
                 other.start_gather()
-            self._first += 1  # not before: a gather that failed is asked for again
+            self._first += 1  # only now: the next call repeats a gather that failed
 
     def _look_up(self) -> list[Flat]:
         order = self.order()
