@@ -10,7 +10,7 @@ from ..states.flat import Flat
 from ..system import compat
 
 REPLICAS_APART = 1e-2
-"""Gradients that should be equal may differ by this share: kernels may add in no fixed order, and round."""
+"""The largest relative difference of gradients that should be equal. Kernels may add in no fixed order, and round."""
 
 
 def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
