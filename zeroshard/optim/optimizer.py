@@ -222,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def states_loaded(self) -> None:
         """Called when a checkpoint was loaded."""
-        self._treatment.check_replicas = True
+        self._treatment.check_equal = True
 
 
 def _refuse_old_handle(optimizer: torch.optim.Optimizer, *_: object) -> None:
