@@ -68,7 +68,7 @@ def shard(
 
 @contextmanager
 def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
-    """Inside this block parameters are whole and can be read: of a model, of a part of it, or single ones.
+    """Inside this block the parameters of a model, of a part of it, or single parameters are whole and can be read.
 
     With ``write=True`` rank 0's changes reach every rank and the master, and survive the next step. Without
     ``write=True`` a change raises when the block ends. Collective: enter the block on all ranks.

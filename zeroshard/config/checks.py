@@ -82,7 +82,7 @@ class UnknownOptionError(OptionError, TypeError):
 
 
 class Section:
-    """A set of options that says of itself what is wrong with it."""
+    """A set of options that can find its own mistakes."""
 
     path: ClassVar[str] = ""
     """What stands before the names of these options in messages."""

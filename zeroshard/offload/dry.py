@@ -57,7 +57,7 @@ class DryWorker(Worker):
 
 
 class DryPool(Pool):
-    """Takes what the kernel takes, and computes nothing."""
+    """Has the methods of the kernel's pool, and computes nothing."""
 
     def __init__(self) -> None:
         self.threads, self.choice = 0, Choice(Simd.PORTABLE, "a dry run")

@@ -144,7 +144,7 @@ class HostHome(Home, FlatStates):
                 shard.copy_(self.buffers.resting, non_blocking=True)
 
     def _expect_update(self) -> SentParameters:
-        """From now on, whoever needs the flat's parameters waits for an update that is about to be asked for."""
+        """Marks the parameters as outdated, until the returned publication is sent."""
         publication = SentParameters(self._pipeline)
         self.flat.outdate(publication)
         return publication

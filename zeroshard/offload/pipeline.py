@@ -323,7 +323,7 @@ class Pipeline:
 
 
 def default_threads(device: torch.device, *, during_backward: bool = False) -> int:
-    """This rank's cores, without those that drive a GPU. ``during_backward``: the host updates while backward runs."""
+    """This rank's cores, less the cores that drive a GPU. ``during_backward``: the host updates while backward runs."""
     cores = share().threads
     if device.type != "cuda" or cores < DRIVER_CORES:
         return cores

@@ -154,7 +154,7 @@ def stay_within(sizes: Sequence[int], bytes_on_device: float, budget: int) -> li
 
 
 def _first(sizes: Sequence[int], room: int) -> list[bool]:
-    """For each size, in this order: whether it still fits. A size that does not fit is left out; later ones may fit."""
+    """For each size, in order: whether it still fits. A size that does not fit is left out; later sizes may fit."""
     chosen = []
     for size in sizes:
         chosen.append(size <= room)

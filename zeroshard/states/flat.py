@@ -263,7 +263,7 @@ class Flat:
                 self.presence = Presence.UNDER_WAY
 
     def outdate(self, publication: Publication | None) -> None:
-        """Notes that the parameters change. Whoever needs them from now on waits for the publication, if any.
+        """Notes that the parameters change. From now on, ``gather`` and ``wait`` wait for the publication, if any.
 
         A backward through the old values raises. A unit that is still gathered is released: it shows old values.
         """
@@ -284,7 +284,7 @@ class Flat:
             self._pending = None
 
     def rewrite(self) -> None:
-        """Takes rank 0's present values as the new ones. Where a value is unchanged, the master is unchanged too."""
+        """Takes rank 0's present values as new values. Where a value is unchanged, the master is unchanged too."""
         assert self.presence is Presence.PRESENT
         self._fabric.broadcast(self.whole, divided=self.divided)
         if self.sharded and not self.home.fills_shard:

@@ -30,7 +30,7 @@ class Turns:
         self._first = min(self._first, self._place[flat])
 
     def gather_up_to(self, flat: Flat) -> None:
-        """Gathers all flats before this one that are being updated, and this one. Each is passed once in a step."""
+        """Gathers this flat, and before it all earlier flats in the order that are being updated."""
         order = self._look_up()
         while self._first <= self._place[flat]:
             other = order[self._first]

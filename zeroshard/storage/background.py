@@ -1,6 +1,6 @@
 """Writes a rank's part while training goes on. On rank 0, completes the checkpoint when all parts are there.
 
-``Snapshots`` copies what is to be written into host memory. ``Saving`` writes on a thread of its own, without any
+``Snapshots`` copies the contents of a save into host memory. ``Saving`` writes on a thread of its own, without any
 collective: rank 0 sees the other ranks' parts in the folder that all ranks share. ``Saving.wait`` tells the training
 thread whether the save succeeded. ``wait`` notices a dead rank at once, and waits for a slow rank.
 """

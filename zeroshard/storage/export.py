@@ -63,7 +63,7 @@ class Source:
         return VALUE if (name, VALUE) in self._index.places else BUFFER
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor is exported: the one asked for, or the one that the model computed in."""
+        """The dtype in which a tensor is exported: the dtype asked for, or the dtype that the model computed in."""
         stored = self._index.dtype(name, self._kind(name))
         if self._kind(name) == BUFFER or not stored.is_floating_point:
             return stored
@@ -104,11 +104,11 @@ def export(
     Args:
         path: a checkpoint, or a folder of checkpoints, of which the newest is taken.
         out: the folder to write, which may be new. It must have no weights yet.
-        dtype: the dtype of the parameters. By default the one that the model computed in.
+        dtype: the dtype of the parameters. By default the dtype that the model computed in.
         adapter: write this LoRA adapter alone, for PEFT.
         merge: write the base model with its LoRA adapters added in.
         shard_bytes: the size of the largest file, unless one tensor is larger.
-        config: a configuration file to copy, in place of the one that the checkpoint has.
+        config: a configuration file to copy, in place of the checkpoint's own configuration.
 
     Raises:
         InvalidIndexError: the checkpoint's description of its model makes no sense.

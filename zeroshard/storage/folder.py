@@ -1,7 +1,7 @@
 """Folders of checkpoints: where a new one is written, who writes there, which is the newest, which are removed.
 
 A checkpoint is written under a hidden name, and takes its own name when it is complete. A checkpoint that is replaced
-stays until then. Whatever a crash leaves, one of the two is complete.
+stays until then. After a crash at any moment, one of the two is complete.
 
 A folder takes another hidden name before its files are removed. Nobody loads it by that name, and the next save
 finishes a removal that a crash interrupted.
@@ -250,7 +250,7 @@ def complete_in(parent: Path) -> list[CompleteCheckpoint]:
 
 
 def candidates(path: Path) -> list[Path]:
-    """The checkpoints that ``load(path)`` may read, the best first: the one at the path, or those in a folder.
+    """The checkpoints that ``load(path)`` may read, the best first: the path itself, or the checkpoints in it.
 
     Folders with a damaged marker come first, as each may be the newest. Reading such a folder raises and names it.
 

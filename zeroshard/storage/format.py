@@ -52,7 +52,7 @@ LARGEST_HEADER = 100_000_000
 MOST_DIMENSIONS = 64
 """Dimensions that torch itself allows."""
 CHUNK = 8 << 20
-"""Bytes of a range that one checksum is for. A reader of a part of a range checks little more than that part."""
+"""Bytes of a range that share one checksum. So a reader of a part of a range checks little more than that part."""
 LATEST_NS = 2**62
 """The year 2116: the latest time that a marker may have. A new save must always get a later time than all others."""
 

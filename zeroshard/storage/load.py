@@ -1,4 +1,4 @@
-"""``zeroshard.load``: every rank reads what it needs, whatever the setup that wrote the checkpoint."""
+"""``zeroshard.load``: every rank reads the elements that it needs, from a checkpoint of any setup."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(
         optimizer: the optimizer that ``shard()`` returned. Without it only the model is loaded.
         scheduler: gets its state back, if one was saved.
         loader: gets this rank's position back. On another number of ranks that works if all ranks saved the same.
-        allow_older: in a folder of checkpoints, if the newest is damaged, say so and take the one before.
+        allow_older: in a folder of checkpoints, if the newest is damaged, say so and take the next older checkpoint.
         random: also set the random generators. If the number of ranks of tensor parallelism changed, these ranks get
             the same state. Parts of the data that the saved run did not have begin with numbers of their own.
 

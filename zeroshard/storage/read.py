@@ -242,7 +242,7 @@ def _view(values: Tensor, shape: tuple[int, ...], place: BoxStrides) -> Tensor:
 
 
 def _what_it_is(start: bytes, token: str) -> str:
-    """Says what a file is whose header is not the expected one."""
+    """Says what a file with an unexpected header is."""
     if start[:1] == b"\x80" or start[:2] == b"PK":
         return "is a pickle or an archive, not safetensors; such files are never loaded"
     try:

@@ -174,7 +174,7 @@ def _build(job: Job, here: Rank, options: dict[str, object]) -> tuple[nn.Module,
 
 
 def shard_options(job: Job, here: Rank) -> dict[str, object]:
-    """Return what this rank gives to `shard()`; ranks differ in nothing but which GPU they have.
+    """Return the options that this rank gives to `shard()`. Only the GPU differs from rank to rank.
 
     GPU memory is defragmented unless the job says otherwise.
     """
