@@ -47,3 +47,12 @@ def test_the_python_code_runs_as_a_world_of_one() -> None:
 def test_every_file_of_the_map_exists() -> None:
     for path in re.findall(r"`(zeroshard/[\w/.]+)`", README):
         assert (ROOT / path).exists(), path
+
+
+def test_every_file_that_contributing_names_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`([\w/]+/[\w.]*\.(?:py|h))`", text)
+    assert len(paths) > 40
+    for path in paths:
+        folders = (ROOT, ROOT / "zeroshard", ROOT / "zeroshard/offload")
+        assert any((folder / path).exists() for folder in folders), path

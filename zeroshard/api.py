@@ -38,8 +38,8 @@ def shard(
 ) -> tuple[Model, ShardedOptimizer | None]:
     """Divides a model's states among the ranks. Returns the same model, and the optimizer to train it with.
 
-    Options are the fields of ``zeroshard.Config``. Call it on every rank, with the same model and options. Without
-    torchrun there is one rank.
+    Options are the fields of ``zeroshard.Config``. Call ``shard()`` on every rank, with the same model and options.
+    Without torchrun there is one rank.
 
     >>> model = nn.Linear(4, 2)
     >>> model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=2)
@@ -68,10 +68,10 @@ def shard(
 
 @contextmanager
 def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False) -> Iterator[None]:
-    """Inside this block parameters are whole and can be read: of a model, of a part of it, or single ones.
+    """Inside this block the parameters of a model, of a part of it, or single parameters are whole and can be read.
 
-    With ``write=True`` rank 0's changes reach every rank and the master, and survive the next step. Without it a
-    change raises when the block ends. Collective: enter it on all ranks.
+    With ``write=True`` rank 0's changes reach every rank and the master, and survive the next step. Without
+    ``write=True`` a change raises when the block ends. Collective: enter the block on all ranks.
     """
     if isinstance(what, nn.Parameter):
         what = [what]

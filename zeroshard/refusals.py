@@ -86,10 +86,10 @@ def _check_frozen(model: nn.Module, config: Config) -> None:
 
 
 def check_partition(config: Config, fabric: Fabric) -> None:
-    """Raises if checkpoints are to be divided among tensor-parallel ranks and there are none."""
+    """Raises if checkpoints are to be divided among tensor-parallel ranks, and there is no tensor parallelism."""
     if config.activations is not None and config.activations.partition and fabric.model.world == 1:
         raise ValueError(
             "activations.partition divides checkpoints among model-parallel ranks, and this model has no tensor "
-            "parallelism: parallelise it before shard(), or leave partition out (offload=True keeps whole checkpoints "
+            "parallelism: parallelise it before shard(), or leave partition out (offload=True stores whole checkpoints "
             "on the host)"
         )

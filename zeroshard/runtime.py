@@ -23,7 +23,7 @@ from .optim.loss_scale import LossScaler
 from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.treatment import Treatment
-from .recompute.checkpoint import Checkpoints
+from .recompute.checkpoint import ActivationCheckpoints
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reducer import Reducer
@@ -117,7 +117,7 @@ class Runtime(NotCopyable):
                 titles = [unit.title for unit in self.units]
                 raise ValueError(f"keep names {name!r}, which is no unit; units: {', '.join(titles)}")
 
-    def _watch_checkpoints(self) -> Checkpoints | None:
+    def _watch_checkpoints(self) -> ActivationCheckpoints | None:
         options = self.config.activations
         if options is None:
             return None
@@ -126,7 +126,7 @@ class Runtime(NotCopyable):
                 "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
                 "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
             )
-        checkpoints = Checkpoints(options, self.fabric)
+        checkpoints = ActivationCheckpoints(options, self.fabric)
         blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
         checkpoints.attach(self.model, blocks)
         return checkpoints
@@ -151,7 +151,7 @@ class Runtime(NotCopyable):
         Units that were present before, because backward needs them for example, stay present.
         """
         if write:
-            self.finish_updates()  # or a delayed update would overwrite the user's values
+            self.finish_updates()  # otherwise a delayed update would overwrite the user's values
         absent = [unit for unit in units if not unit.present]
         try:
             for unit in units:
@@ -164,7 +164,7 @@ class Runtime(NotCopyable):
                     if write or (lend and not flat.sharded):
                         flat.home.before_write()
             yield
-        finally:  # also after an exception: the other ranks come here too, and all must stay together
+        finally:  # also after an exception: the other ranks come here too, and the collectives below need all ranks
             flats = [flat for unit in units for flat in unit.flats]
             written = [name for flat in flats for name in flat.take_written_names()] if lend else []
             if write or (lend and self.fabric.maximum([bool(written)])[0]):
@@ -185,7 +185,7 @@ class Runtime(NotCopyable):
             )
 
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Every parameter with its whole values, which are valid until the next. One unit at a time is gathered.
+        """Every parameter with its whole values. They are valid until the next parameter comes: one unit is gathered.
 
         Collective: all ranks must iterate to the end.
         """

@@ -210,7 +210,7 @@ def test_init_computes_the_buffers_that_no_file_has() -> None:
         assert bool(model.mask.all())
     with folder_on_rank_0() as folder:
         write(folder, net().state_dict())
-        with pytest.raises(ValueError, match=r"init=.*has no effect: weights= holds every"):
+        with pytest.raises(ValueError, match=r"init=.*has no effect: weights= has every"):
             shard(on_meta(Net), weights=folder, init=mask)
 
 

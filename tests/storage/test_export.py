@@ -23,7 +23,7 @@ from zeroshard.cli.main import main
 from zeroshard.storage import export as exporting
 from zeroshard.storage import output as outputs
 from zeroshard.storage.export import Adapter, adapter_tensors
-from zeroshard.storage.output import Output, Whole
+from zeroshard.storage.output import Output, WholeTensor
 from zeroshard.system import machine
 
 MODELS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
@@ -152,7 +152,7 @@ class Named:
         self.names = list(names)
 
     def recipe(self, name: str, new_name: str) -> exporting.Recipe:
-        return exporting.Recipe(Whole(new_name, (1,), torch.float32), lambda: torch.zeros(1))
+        return exporting.Recipe(WholeTensor(new_name, (1,), torch.float32), lambda: torch.zeros(1))
 
 
 @pytest.mark.parametrize("adapter", ["a", "model", "q_proj", "lora_A"])

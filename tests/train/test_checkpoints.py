@@ -12,7 +12,7 @@ from torch import nn
 import zeroshard
 from tests.storage.forging import forge
 from zeroshard.config.job import Job, TrainConfig
-from zeroshard.train.checkpoints import AUTO, FOLDER, NEVER, Checkpoints, ResumeError, Start
+from zeroshard.train.checkpoints import AUTO, FOLDER, NEVER, ResumeError, RunCheckpoints, Start
 
 JOB = Job(name="small", train=TrainConfig(batch=4, lr=0.01, weight_decay=0.1, save_every=1))
 RANKS = 2
@@ -25,7 +25,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = nn.Linear(2, 2)
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    checkpoints = Checkpoints(Start.find(JOB, folder, AUTO, RANKS), folder, model, optimizer, scheduler)
+    checkpoints = RunCheckpoints(Start.find(JOB, folder, AUTO, RANKS), folder, model, optimizer, scheduler)
     assert not checkpoints.after_step(1, {})
     checkpoints.finish()
     return folder

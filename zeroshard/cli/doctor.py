@@ -29,16 +29,16 @@ SMALL_SHARED_MEMORY = 2**30  # bytes; NCCL's ranks on one node exchange data thr
 class Finding:
     """One fact about the machine, and what to do about it."""
 
-    about: str
+    subject: str
     fact: str
     remedy: str = ""
     """Empty if nothing needs to be done."""
     bad: bool = False
-    """Whether training cannot work because of it."""
+    """Whether training cannot work because of this fact."""
 
     def __str__(self) -> str:
         verdict = "BAD" if self.bad else "note" if self.remedy else "ok"
-        line = f"{verdict:<5} {self.about:<12} {self.fact}"
+        line = f"{verdict:<5} {self.subject:<12} {self.fact}"
         return f"{line}\n{'':<18} -> {self.remedy}" if self.remedy else line
 
 

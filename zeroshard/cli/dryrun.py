@@ -101,7 +101,7 @@ def _run(job: Job, world: int, rank: int, real: bool) -> DryRun:
         return output
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        # foreach=True is what torch chooses on a GPU. It has temporaries that a loop over parameters has not.
+        # Torch chooses foreach=True on a GPU. It needs temporary memory that a loop over parameters does not need.
         return torch.optim.AdamW(parameter_groups(model, job.train.weight_decay), lr=job.train.lr, foreach=True)
 
     return dry_run(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from . import doctor, dryrun, export, plan, train
 
 COMMANDS = {"train": train, "plan": plan, "dryrun": dryrun, "export": export, "doctor": doctor}
-BAD_INPUT = 2  # argparse's own exit code for it
+BAD_INPUT = 2  # argparse exits with the same code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code; argparse itself exits with 2 on bad input."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = parser().parse_args(given)
-    arguments.argv = given  # `train` starts its ranks with these
+    arguments.argv = given  # `train` starts its ranks with these arguments
     try:
         code: int = COMMANDS[arguments.command].run(arguments)
     except ValueError as error:

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse values that cannot be, and options that have no effect on what is asked."""
+    """Refuse impossible values, and options that have no effect on the question."""
     if arguments.model is None and not (arguments.max_model or arguments.paper or arguments.calibrate is not None):
         raise ValueError("--model is needed: a preset, a Hugging Face config.json, or module:factory")
     for option in ("seq", "micro_batches", "model_parallel", "tokens"):

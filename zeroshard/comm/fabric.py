@@ -24,7 +24,7 @@ from .grid import Grid, grid
 from .lane import Lane, StallError
 from .messages import in_messages, pack, unpack
 from .process_group import backend_for, warn_of_gloo
-from .traffic import Volume
+from .traffic import RankVolume
 from .transport import transport_for, work_of
 from .watchdog import Watchdog
 
@@ -96,7 +96,7 @@ class Fabric:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _new_groups(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Makes a group of every row, as all ranks must. Returns this rank's group, or None if its row is alone."""
+        """Makes a group of every row: all ranks must make all groups. Returns this rank's group; None if alone."""
         mine = None
         for row in rows:
             if len(row) > 1:
@@ -110,10 +110,10 @@ class Fabric:
         transport = transport_for(group, self.backend, self.device, self._patience)
         return Lane(name, group, transport, self.device, self.watchdog)
 
-    def take_volume(self) -> Volume:
+    def take_volume(self) -> RankVolume:
         """What this rank moved since the last call."""
         shards = {**self.gathers.meter.take(), **self.reduces.meter.take()}
-        return Volume(shards, self.replicas.meter.take(), self.model.meter.take())
+        return RankVolume(shards, self.replicas.meter.take(), self.model.meter.take())
 
     def broadcast(self, tensor: Tensor, *, divided: bool = False) -> None:
         """Takes rank 0's values. ``divided``: the values of the first rank that has the same part of the model."""
@@ -168,7 +168,7 @@ class Fabric:
                 work.wait(self._patience)
             return [int(value) for value in host.tolist()]
         if self.gathers.stream is not None:
-            self._side.wait_stream(self.gathers.stream)  # the operations of a group have one order
+            self._side.wait_stream(self.gathers.stream)  # the operations of a group must have one order
         with torch.cuda.stream(self._side), self.gathers.blaming_stalls():
             on_device = host.pin_memory().to(self.device, non_blocking=True)
             dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self.group)

@@ -33,7 +33,7 @@ class Pending(Protocol):
     """An operation under way."""
 
     def wait(self) -> None:
-        """Makes what follows see the result. Blocks the host on CPU, and only the current stream on CUDA."""
+        """Makes later work see the result. Blocks the host on CPU, and only the current stream on CUDA."""
 
 
 class Done:

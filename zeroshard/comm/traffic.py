@@ -17,7 +17,7 @@ class Collective(Enum):
 class Traffic(NamedTuple):
     """What one kind of collective moved.
 
-    Elements are those of the whole flat, whatever the number of ranks. An all-reduce counts them twice.
+    A collective counts the elements of the whole flat, whatever the number of ranks. An all-reduce counts them twice.
     """
 
     elements: int = 0
@@ -25,13 +25,13 @@ class Traffic(NamedTuple):
     calls: int = 0
 
 
-class Volume(NamedTuple):
+class RankVolume(NamedTuple):
     """What one rank moved in a step, by kind of collective."""
 
     shards: dict[str, Traffic]
     """Among the ranks that divide the states."""
     replicas: dict[str, Traffic]
-    """Between replicas, where a mesh makes some."""
+    """Between replicas. Empty unless a mesh makes replicas."""
     model: dict[str, Traffic]
     """Among tensor-parallel ranks, by zeroshard. What DTensors move is not counted here."""
 

@@ -187,6 +187,6 @@ def work_of(work: dist.Work | None) -> dist.Work:
 def _tag(kind: str, label: str) -> int:
     """A number for the messages of one unit. Ranks that are out of order then stall and are named.
 
-    Without it they would swap the data of two units.
+    Without this number they would swap the data of two units.
     """
     return zlib.crc32(f"{kind}:{label}".encode()) & 0x7FFFFFFF

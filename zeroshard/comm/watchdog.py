@@ -1,4 +1,4 @@
-"""Finds the rank that others wait for in vain.
+"""Finds the rank that the other ranks wait for when a collective stalls.
 
 Every rank posts its last collective once a second, into the key-value store of the process group. A rank whose
 collective stalls reads the posts of all ranks. A thread does the posting: a rank that hangs in other code still posts,
@@ -67,7 +67,7 @@ class Watchdog:
         self._stopped.set()
 
     def fail(self, what: str) -> None:
-        """Tells the other ranks what went wrong on this one. Any thread may call it."""
+        """Tells the other ranks what went wrong on this rank. Any thread may call this."""
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store is gone: the job is ending
             self._store.set(f"{self._name}/failed", json.dumps((self._rank, what)))
 
@@ -93,7 +93,7 @@ class Watchdog:
         opening = f"rank {self._rank} waited for {waiting_in} (stall_timeout={self._timeout:g} s)"
         if not after:
             return (
-                f"{opening}; rank 0, which keeps the store of the process group, cannot be reached: it has died or left"
+                f"{opening}; rank 0, which has the store of the process group, cannot be reached: it has died or left"
             )
         others = [rank for rank in range(self._world) if rank != self._rank]
         for rank in others:
@@ -132,7 +132,7 @@ class Watchdog:
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends the posting threads: one that returns from the store after the interpreter's end would abort the process."""
+    """Ends the posting threads. A thread that used the store after the interpreter's end would abort the process."""
     watchdogs = list(_posting)
     for watchdog in watchdogs:
         watchdog.stop()

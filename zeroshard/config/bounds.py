@@ -21,4 +21,4 @@ UPDATE_ELEMENTS = 64 << 20
 """One call of the optimizer updates at least this many elements: 256 MiB of gradients in fp32."""
 
 FIRST_ELEMENTS = 16 << 20
-"""The same for the first call. It is smaller, so that the first units of the next forward are gathered earlier."""
+"""As ``UPDATE_ELEMENTS``, for the first call: fewer, so that the next forward's first units are gathered earlier."""

@@ -70,7 +70,7 @@ class OptionError(ValueError):
         """The same options with the default in place of each wrong value."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.mistakes,)  # options may hold a function or a mesh, which cannot be pickled
+        return type(self), (self.mistakes,)  # options may contain a function or a mesh, which cannot be pickled
 
     def __str__(self) -> str:
         first, *others = (mistake.text for mistake in self.mistakes)
@@ -82,7 +82,7 @@ class UnknownOptionError(OptionError, TypeError):
 
 
 class Section:
-    """A set of options that says of itself what is wrong with it."""
+    """A set of options that can find its own mistakes."""
 
     path: ClassVar[str] = ""
     """What stands before the names of these options in messages."""
@@ -258,11 +258,11 @@ def nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
 # -- requirements -----------------------------------------------------------------------------------------------------
 
 
-def must(text: str, holds: Callable[[Any], bool]) -> Requirement:
-    """A requirement that refuses every value for which ``holds`` is false."""
+def must(text: str, is_right: Callable[[Any], bool]) -> Requirement:
+    """A requirement that refuses every value for which ``is_right`` is false. ``text`` says what the value must do."""
 
     def requirement(value: Any) -> Any:
-        if not holds(value):
+        if not is_right(value):
             raise ValueError(f"must {text}")
         return value
 

@@ -23,7 +23,7 @@ from .options import Activations, Config, Precision
 DEFAULT_PRESET: Final = "stdlib-10m"
 DEVICES: Final = ("auto", "cpu", "cuda")
 OFFLOAD_TO_HOST: Final = "cpu"  # an offload with the default of every option
-NONE: Final = "none"  # on the command line: takes a key away, so that its default holds
+NONE: Final = "none"  # on the command line: takes a key away, so that its default applies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Job:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     shard: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """Keyword options of `zeroshard.shard`, as the file gives them, with a precision where it gives none."""
+    """Keyword options of `zeroshard.shard`, as the file gives them. A precision is added if the file gives none."""
 
     @property
     def built_model(self) -> ModelConfig:
@@ -142,8 +142,8 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
 
     Args:
         source: a path to a TOML file, or the name of a preset.
-        overrides: values by key path, for example `{"train.lr": 1e-3}` or `{"shard.offload.moments": "bf16"}`, that
-            replace those of the file; None takes a key away.
+        overrides: values by key path, for example `{"train.lr": 1e-3}` or `{"shard.offload.moments": "bf16"}`. They
+            replace the values of the file. None takes a key away.
 
     Raises:
         JobError: naming every unknown key, wrong type and impossible value at once.
@@ -192,7 +192,7 @@ def presets() -> dict[str, Path]:
 
 
 def parse_override(text: str) -> tuple[str, object]:
-    """Read `key=value` from the command line, the value as TOML or, where it is none, as a plain string.
+    """Read `key=value` from the command line. The value is TOML; if it is not, it is a plain string.
 
     `none` stands for None, which takes the key away.
 

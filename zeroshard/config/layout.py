@@ -216,7 +216,7 @@ def find_units(
     Without ``chosen``, units are the elements of every outermost ModuleList or Sequential in which at least two
     elements have the same class, and these have at least ``REPEATED_SHARE`` of the parameters. (Not only of the largest
     container: an encoder-decoder has two, a ResNet four.) ``itemsize`` is the bytes of an element after a cast, by
-    default those of the parameter's dtype. ``numel`` counts the elements of a parameter on the rank with the largest
+    default of the parameter's dtype. ``numel`` counts the elements of a parameter on the rank with the largest
     part of it.
     """
     modules = _chosen_modules(model, chosen) if chosen is not None else _repeated_modules(model)

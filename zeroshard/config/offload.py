@@ -74,7 +74,7 @@ class Offload(Options):
     """``step()`` waits for the host. The results are the same. For timing and debugging."""
 
     @property
-    def beside_backward(self) -> bool:
+    def overlaps_backward(self) -> bool:
         """Whether the host updates while backward goes on."""
         return self.update_in_backward or self.delayed_update_after is not None
 
@@ -112,7 +112,7 @@ class Offload(Options):
         if self.parameters == "cpu" and fraction != 1:
             yield Mistake(
                 ("host_fraction", "parameters"),
-                f"offload.host_fraction={fraction!r} keeps states on the device whose parameters rest on the host with "
+                f"offload.host_fraction={fraction!r} leaves states on the device whose parameters are on the host with "
                 'parameters="cpu"; leave one out',
             )
         if delayed and fraction != 1:

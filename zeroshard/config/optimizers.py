@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Names of states that belong to a parameter as a whole. The shape of a state does not tell for a scalar parameter."""
+"""Names of states that belong to a parameter as a whole. Names decide: for a scalar parameter, shapes say nothing."""
 
 
 class States(NamedTuple):
@@ -17,7 +17,7 @@ class States(NamedTuple):
 
     always: tuple[str, ...]
     by_setting: Mapping[str, str] = {}
-    """By setting, the state that exists only where this setting is neither 0 nor False."""
+    """Settings, and for each the state that exists only if the setting is neither 0 nor False."""
     on_host: bool = False
     """True if offload has a kernel for this optimizer."""
 
@@ -53,7 +53,10 @@ SUPPORTED: Mapping[type[torch.optim.Optimizer], States] = {
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, vouched: bool) -> None:
-    """Only an optimizer that treats each element by itself gives the same result on shards."""
+    """Refuses an optimizer that looks at several elements at once: on shards its results would differ.
+
+    ``vouched``: the user promises that the optimizer updates each element by itself.
+    """
     kind = type(optimizer)
     if kind in SUPPORTED:
         if vouched:
@@ -72,7 +75,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, vouched: bool) -> None:
 
 
 def check_covers(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """The optimizer must have all trainable parameters of this model, and no other parameters."""
+    """Refuses an optimizer that lacks a trainable parameter of this model, or has other parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     foreign = sum(key not in names for key in covered)

@@ -45,8 +45,8 @@ class StateTable:
 def state_table(stage: int, world: int, offload: Offload | None = None) -> StateTable:
     """The row of extents that a stage stands for, and the row of places of an offload.
 
-    In a world of one rank every shard is the whole, so nothing is divided. The exception are parameters that rest on
-    the host: they are gathered and released on one rank too.
+    In a world of one rank every shard is the whole, so nothing is divided. The exception: parameters that rest on the
+    host are gathered and released on one rank too.
 
     >>> state_table(2, world=4).gradients.extent
     <Extent.SHARD: 'shard'>

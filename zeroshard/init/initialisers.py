@@ -12,7 +12,7 @@ from torch import nn
 from ..config.options import Config
 
 
-class Step(NamedTuple):
+class Visit(NamedTuple):
     """One module of the loop over ``modules()``, with its initialiser."""
 
     module: nn.Module
@@ -20,17 +20,17 @@ class Step(NamedTuple):
     """None: neither the module nor a module around it has an initialiser."""
 
 
-def steps_of(model: nn.Module, config: Config) -> list[Step]:
-    """The steps of the loop, with ``init=`` or with the modules' own initialisers."""
+def visits_of(model: nn.Module, config: Config) -> list[Visit]:
+    """The visits of the loop, with ``init=`` or with the modules' own initialisers."""
     if callable(config.init):
-        return [Step(module, partial(config.init, module)) for module in model.modules()]
-    return list(_visit(model, None, False, set()))
+        return [Visit(module, partial(config.init, module)) for module in model.modules()]
+    return list(_visits_in(model, None, False, set()))
 
 
-def _visit(
+def _visits_in(
     module: nn.Module, of_model: Callable[[nn.Module], object] | None, covered: bool, seen: set[nn.Module]
-) -> Iterator[Step]:
-    """The steps of a module and of the modules inside it.
+) -> Iterator[Visit]:
+    """The visits of a module and of the modules inside it.
 
     ``of_model`` is the ``_init_weights`` of the model around them. ``covered`` is whether a module around them has an
     initialiser.
@@ -41,16 +41,16 @@ def _visit(
     of_model = _init_weights_of(module) or of_model
     own = getattr(module, "reset_parameters", None)
     if of_model is None and callable(own):
-        yield Step(module, own)
+        yield Visit(module, own)
     # torch's attention has only `_reset_parameters`, which also sets its children: it runs after them.
     has_parameters = next(module.parameters(recurse=False), None) is not None
     late = getattr(module, "_reset_parameters", None) if has_parameters else None
     for child in module.children():
-        yield from _visit(child, of_model, covered or of_model is not None or callable(own) or callable(late), seen)
+        yield from _visits_in(child, of_model, covered or of_model is not None or callable(own) or callable(late), seen)
     if of_model is not None:
-        yield Step(module, partial(of_model, module))
+        yield Visit(module, partial(of_model, module))
     elif not callable(own):
-        yield Step(module, late if callable(late) else (_nothing if covered else None))
+        yield Visit(module, late if callable(late) else (_nothing if covered else None))
 
 
 def _nothing() -> None:
@@ -73,12 +73,12 @@ def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], object] | None:
     return found
 
 
-def certainly_unset(step: Step, prefix: str) -> list[str]:
+def certainly_unset(visit: Visit, prefix: str) -> list[str]:
     """Names of the tensors of a module that no initialiser will set. Known before anything runs."""
-    if step.initialise is not None:
+    if visit.initialise is not None:
         return []
-    parameters = step.module.named_parameters(prefix, recurse=False)
-    buffers = step.module.named_buffers(prefix, recurse=False)
+    parameters = visit.module.named_parameters(prefix, recurse=False)
+    buffers = visit.module.named_buffers(prefix, recurse=False)
     return [name for name, tensor in (*parameters, *buffers) if tensor.is_meta]
 
 

@@ -37,7 +37,7 @@ from ..states.flat import Flat, Presence
 from ..states.unit import Unit
 from ..system import compat
 from ..system.structures import map_tensors, tensors_in
-from .initialisers import call, certainly_unset, steps_of
+from .initialisers import call, certainly_unset, visits_of
 from .meta import blank_buffers, blank_value, has_nan, meta_again_after_an_error, point_at, refuse_unset, take_off_meta
 from .weights import Weights
 
@@ -161,19 +161,19 @@ class _OpenUnits(TorchFunctionMode):
 
 
 def _initialise(model: nn.Module, units: list[Unit], fabric: Fabric, config: Config) -> None:
-    steps = steps_of(model, config)
+    visits = visits_of(model, config)
     names = {module: name for name, module in model.named_modules()}
-    refuse_unset(model, [name for step in steps for name in certainly_unset(step, names[step.module])], fabric)
+    refuse_unset(model, [name for visit in visits for name in certainly_unset(visit, names[visit.module])], fabric)
     blanks = blank_buffers(model, fabric.device)
     open_units = _OpenUnits(units, fabric)
     members = {unit: set(unit.module.modules()) for unit in units}  # all modules are members of the root unit
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        if step.initialise is not None:
+    for visit, following in zip(visits, [*visits[1:], None], strict=True):
+        if visit.initialise is not None:
             with open_units:
-                call(step.initialise, names[step.module])
+                call(visit.initialise, names[visit.module])
         for unit in units:  # in the same order on all ranks
             inside = following is not None and following.module in members[unit]
-            if not inside and (step.module in members[unit] or open_units.has(unit)):
+            if not inside and (visit.module in members[unit] or open_units.has(unit)):
                 open_units.leave(unit)
     fabric.take_volume()  # the volume of units that were opened twice belongs to no step
     refuse_unset(model, [*open_units.unset, *(blank.name for blank in blanks if not blank.written())], fabric)
@@ -188,13 +188,13 @@ def _read(model: nn.Module, flats: list[Flat], fabric: Fabric, path: Path, confi
         )
     names = {module: name for name, module in model.named_modules()}
     blanks = blank_buffers(model, fabric.device)
-    not_there = [blank for blank in blanks if not weights.holds(blank.value)]
+    not_there = [blank for blank in blanks if not weights.has(blank.value)]
     if config.init is not None and not not_there:
-        raise ValueError(f"init={config.init!r} has no effect: weights= holds every parameter and buffer; leave it out")
-    for step in steps_of(model, config):
-        if step.initialise is not None and any(blank.module is step.module for blank in not_there):
+        raise ValueError(f"init={config.init!r} has no effect: weights= has every parameter and buffer; leave it out")
+    for visit in visits_of(model, config):
+        if visit.initialise is not None and any(blank.module is visit.module for blank in not_there):
             # Parameters are still on the meta device: setting them has no effect and draws no random numbers.
-            call(step.initialise, names[step.module])
+            call(visit.initialise, names[visit.module])
     refuse_unset(model, [blank.name for blank in not_there if not blank.written()], fabric)
     with _one_for_all(fabric):
         for flat in flats:
@@ -202,7 +202,7 @@ def _read(model: nn.Module, flats: list[Flat], fabric: Fabric, path: Path, confi
             weights.read_flat(flat, values)
             flat.start_from(values)
         for buffer in model.buffers():
-            if weights.holds(buffer):
+            if weights.has(buffer):
                 weights.read_buffer(buffer)
 
 
@@ -215,7 +215,7 @@ def _leave_empty(model: nn.Module, flats: list[Flat], fabric: Fabric) -> None:
 
 @contextmanager
 def _one_for_all(fabric: Fabric) -> Iterator[None]:
-    """Raises an error with files on one rank on all ranks. Without it the other ranks would wait for that rank."""
+    """If reading files fails on one rank, raises on all ranks. Otherwise the other ranks would wait for that rank."""
     problem = ""
     try:
         yield

@@ -70,7 +70,7 @@ class Blank(NamedTuple):
 
     module: nn.Module
     name: str
-    """In the model."""
+    """The buffer's name in the model."""
     value: Tensor
     version: int
 

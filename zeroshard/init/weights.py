@@ -60,7 +60,7 @@ class Weights:
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.path = path
         named = {
-            name.replace("_orig_mod.", ""): value  # what torch.compile adds
+            name.replace("_orig_mod.", ""): value  # torch.compile adds this to names
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
@@ -86,7 +86,7 @@ class Weights:
                 self._check_fits(name, stored[name], tensor)
         self._copies = {key: [stored[name] for name in aliases if name in stored] for key, aliases in names.items()}
 
-    def holds(self, tensor: Tensor) -> bool:
+    def has(self, tensor: Tensor) -> bool:
         """Whether this tensor of the model is on disk. All parameters are. Non-persistent buffers are not."""
         return id(tensor) in self._copies
 

@@ -1,8 +1,8 @@
 """Where the bytes are: model states by kind, counted on the live buffers. There are no counters that could drift.
 
 A step notes the bytes of gradients and gathered units, because the step consumes them and nobody could count them
-later. Bytes at rest are counted when somebody asks. The optimizer's states are counted then too, and once more by a
-step that has new ones.
+later. Bytes at rest are counted when somebody asks. So are the optimizer's states; a step counts them again only if
+there are new states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Memory:
     parameters: int = 0
     """Parameters at rest: whole, or this rank's shards."""
     gradients: int = 0
-    """Gradients in the parameters' precision, whole or shards, and those still on their way."""
+    """Gradients in the parameters' precision, whole or shards, and gradients on their way to their home."""
     accumulators: int = 0
     """Gradients of several micro-batches in the accumulation dtype."""
     optimizer_states: int = 0
@@ -61,7 +61,7 @@ class StepTraffic:
     volume_model: Mapping[str, Traffic] = field(default_factory=dict)
     """With divided activation checkpoints (P_a): volume between model-parallel ranks, which put checkpoints together.
 
-    The traffic of tensor parallelism itself does not count here: ``comm.traffic`` counts it."""
+    The traffic of tensor parallelism itself is torch's, and is not counted."""
     host_traffic: Mapping[str, int] = field(default_factory=dict)
     """With offload: bytes of model states "to the host" and "to the device" that the last step asked for. Copies that
     are made during the next step count too."""
@@ -95,7 +95,7 @@ class Stats(StepTraffic):
     memory_at_step: Memory | None
     """This rank's memory between backward and update of the last step, as the papers count it."""
     grad_norm: float | None
-    """Global gradient norm before clipping, of the last step; None if nothing asked for it. Reading it waits."""
+    """Global gradient norm before clipping, of the last step that computed it. Reading it waits for the device."""
     steps: int
     skipped_steps: int
     """Steps left out because fp16 gradients overflowed, or because of ``on_nonfinite``."""
@@ -161,7 +161,7 @@ class Ledger:
     def on_host(self, ring: int, checkpoints: int) -> Memory:
         """This rank's model states in host memory.
 
-        ``ring`` are the bytes of the buffers that gradients use in turn, ``checkpoints`` those of the pool of
+        ``ring`` is the bytes of the buffers that gradients use in turn. ``checkpoints`` is the bytes of the pool of
         activation checkpoints.
         """
         sizes = {"gradients": ring}

@@ -111,7 +111,7 @@ def _on_shortage(device: int, requested: int, allocated: int, free: int) -> None
         try:
             if answer.device.index == device:
                 print(answer.text(), file=sys.stderr, flush=True)
-        except Exception as error:  # it would be raised in place of the out-of-memory error
+        except Exception as error:  # otherwise it would be raised in place of the out-of-memory error
             print(f"{TITLE} could not be told: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 

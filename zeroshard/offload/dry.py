@@ -1,7 +1,7 @@
 """The host's side of a dry run: jobs run in a fixed order, and nothing is computed.
 
-Buffers have shapes and no values. Gradients wait on the device as long as they ever could, so that the peak of a dry
-run is the peak of a run with the slowest copies.
+Buffers have shapes and no values. Gradients wait on the device as long as is possible in a real run, so that the peak
+of a dry run is the peak of a run with the slowest copies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DryWorker(Worker):
             self._run_next()
 
     def check(self) -> None:
-        """A thread that asks for failures is about to wait, so the jobs are done now."""
+        """Runs all jobs: a thread that checks for failures is about to wait for them."""
         self.wait()
 
     def _run_next(self) -> None:
@@ -57,7 +57,7 @@ class DryWorker(Worker):
 
 
 class DryPool(Pool):
-    """Takes what the kernel takes, and computes nothing."""
+    """Has the methods of the kernel's pool, and computes nothing."""
 
     def __init__(self) -> None:
         self.threads, self.choice = 0, Choice(Simd.PORTABLE, "a dry run")

@@ -144,7 +144,7 @@ class HostHome(Home, FlatStates):
                 shard.copy_(self.buffers.resting, non_blocking=True)
 
     def _expect_update(self) -> SentParameters:
-        """From now on, whoever needs the flat's parameters waits for an update that is about to be asked for."""
+        """Marks the parameters as outdated, until the returned publication is sent."""
         publication = SentParameters(self._pipeline)
         self.flat.outdate(publication)
         return publication
@@ -177,8 +177,8 @@ class HostHome(Home, FlatStates):
             self._step.begin_updates()
             self._update_at_once(values, [True] * len(self.flat.parameters))
         else:
-            # The gradient waits for step(). There the ranks agree on which parameters are in use, and the parts of a
-            # gradient that comes in parts are together.
+            # The gradient waits for step(). There the ranks have agreed on which parameters are in use, and all parts
+            # of the gradient have come.
             self._stash.add(gradient, is_sum=self.flat.alone)
 
     def norm(self) -> Tensor | None:
@@ -221,7 +221,7 @@ class HostHome(Home, FlatStates):
     # -- update ---------------------------------------------------------------------------------------------------
 
     def expect_step(self, *, delayed: bool) -> SentParameters | None:
-        """Called for all homes of a step before the first ``update``. Returns what to wait for, unless delayed."""
+        """Called for all homes of a step before the first ``update``. Returns the publication; None if delayed."""
         self._stash.clear()
         return None if delayed else self._expect_update()
 
@@ -244,7 +244,7 @@ class HostHome(Home, FlatStates):
         self.received, self._norm, self.updated_early = 0, None, False
 
     def _update_at_once(self, gradient: Tensor, used: list[bool]) -> None:
-        """Has a gradient copied to the host and used for the update at once."""
+        """Asks for a copy of the gradient to the host, and for the update as soon as the copy is there."""
         self.check_not_updated()
         self.transfer.receive_and_update(gradient, self._step.rules(self, used), self._expect_update())
         self.received, self.updated_early = 1, True

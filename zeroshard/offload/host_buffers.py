@@ -99,7 +99,7 @@ class HostBuffers:
         self.slot: Tensor | None = None
         self.high: Tensor | None = None
         self.resting: Tensor | None = None
-        """The parameters, if they live on the host. Another buffer may hold them, too."""
+        """The parameters, if they live on the host. May be the same memory as ``high`` or ``master``."""
 
     def bind(self, pinned: HostBlock, pageable: HostBlock) -> None:
         """Takes the buffers from blocks of host memory."""
@@ -158,7 +158,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The bits as integers. Every NaN gets the same bits: with other bits, adding could carry over and give a zero."""
+    """The bits as integers. Every NaN gets the same bits: with other bits, an addition could give a zero."""
     return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
 
 

@@ -102,7 +102,7 @@ class Pool:
 
     Args:
         threads: how many; by default the cores that this process may use, divided by the ranks on this machine.
-        simd: the path to take; by default what `ZEROSHARD_KERNEL` says, or the best there is.
+        simd: the path to take; by default the path in `ZEROSHARD_KERNEL`, or the best path that works here.
 
     >>> pool = Pool(threads=1)
     >>> pool.square_sum(torch.tensor([3.0, 4.0]))

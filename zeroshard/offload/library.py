@@ -46,7 +46,7 @@ class Choice:
 
 
 def choose(asked: Simd | None = None) -> Choice:
-    """The best path here, or the one that the argument or the environment asks for."""
+    """The best path on this machine, or the path that the argument or the environment asks for."""
     if asked is None and (name := os.environ.get(VARIABLE)):
         try:
             asked = Simd(name.lower())

@@ -10,8 +10,8 @@ waits where it needs a result. The way of one gradient:
     in backward              Transfer._land       Update.prepare, finish        in the next forward
 
 With ``update_in_backward`` the mover asks for the update itself, as soon as the gradient has landed. Elsewhere
-``step()`` asks for it. A delayed update is published by the mover, just before the unit's next gradient lands: from
-then on the device does not need the old parameters.
+``step()`` asks for it. The mover publishes a delayed update, just before the unit's next gradient lands: from then on
+the device does not need the old parameters.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SentParameters:
 
     @property
     def sent(self) -> bool:
-        """Whether ``wait`` would return without holding up the host."""
+        """Whether ``wait`` would return without waiting on the host."""
         return self._sent.is_set()
 
     def send(self, arrival: torch.cuda.Event | None) -> None:
@@ -95,7 +95,7 @@ class SentParameters:
 
 
 class Factor:
-    """What gradients are multiplied by. The updater reads it, so that the training thread need not wait for it."""
+    """The number that gradients are multiplied by. The updater reads it, so the training thread does not wait."""
 
     def __init__(self, value: Tensor | None) -> None:
         self._value = value
@@ -143,22 +143,22 @@ class Pipeline:
             self.mover, self.updater = DryWorker("gradient copy", LANDING), DryWorker("update", 0)
         else:
             use_device = partial(torch.cuda.set_device, device) if self._cuda else None
-            self.pool = Pool(options.threads or default_threads(device, during_backward=options.beside_backward))
+            self.pool = Pool(options.threads or default_threads(device, during_backward=options.overlaps_backward))
             self.mover, self.updater = Worker("gradient copy", use_device, tell), Worker("update", use_device, tell)
         self.room = threading.Semaphore(LANDING + dry)
-        """Counts the gradients that may still come to wait on the device."""
+        """How many more gradients may wait on the device."""
         self.streams = {way: torch.cuda.Stream(device) if self._cuda else None for way in (trace.DOWN, trace.UP)}
         """One stream for copies to the host, one for copies to the device."""
         self.unscaled = Factor(None)
-        """The factor 1, of updates in backward."""
+        """The factor 1, for updates in backward."""
         self.buffers: list[HostBuffers] = []
-        """Of all flats whose states live on the host."""
+        """The buffers of all flats whose states live on the host."""
         self.blocks: tuple[HostBlock, ...] = ()
         self._ring_size = RING * options.update_in_backward
         self._high_ring_size = HIGH_HALVES * options.read_back
         self._updates: deque[Update] = deque()
         self._asked = self._begun = 0
-        """Elements of all updates so far. Each count has one writer: the thread that asks, and the updater."""
+        """Elements of all updates that were asked for, and that have begun. Each count is written by one thread."""
         self._traffic = {trace.DOWN: 0, trace.UP: 0}
         self.copies = 0
         """Copies that were asked for so far."""
@@ -216,7 +216,7 @@ class Pipeline:
     # -- updates --------------------------------------------------------------------------------------------------
 
     def update(self, update: Update) -> int:
-        """Has a flat updated, after those that were asked for before. Returns the updater's job."""
+        """Asks the updater to update a flat, after the flats before it. Returns the number of the updater's job."""
         self._asked += update.transfer.buffers.numel
         self._updates.append(update)
         return self.updater.submit(self._update_next)
@@ -262,7 +262,7 @@ class Pipeline:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """If the block fails, both workers fail: somebody may wait for work that the block did not ask for."""
+        """If the block fails, both workers fail: other threads may wait for work that was never submitted."""
         try:
             yield
         except BaseException as error:
@@ -276,7 +276,7 @@ class Pipeline:
         self.updater.wait()
 
     def settle(self) -> None:
-        """Waits until host and device have nothing to do. For callers that write to memory which copies read."""
+        """Waits until host and device have nothing to do. Called before a write to memory that copies read."""
         self.wait()
         if self._cuda:
             torch.cuda.synchronize(self.device)
@@ -285,7 +285,7 @@ class Pipeline:
         """The point that the device's work has reached on the current stream."""
         if not self._cuda:
             return None
-        event = torch.cuda.Event(blocking=True)  # waiting by spinning would take a core from the update
+        event = torch.cuda.Event(blocking=True)  # a busy wait would take a core from the update
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -317,13 +317,13 @@ class Pipeline:
         self.copies += 1
 
     def take_traffic(self) -> dict[str, int]:
-        """Bytes that were to be copied in each direction since the last call."""
+        """Bytes of the copies in each direction that were asked for since the last call."""
         taken, self._traffic = self._traffic, {trace.DOWN: 0, trace.UP: 0}
         return taken
 
 
 def default_threads(device: torch.device, *, during_backward: bool = False) -> int:
-    """This rank's cores, less those that drive a GPU. ``during_backward``: the host updates while backward runs."""
+    """This rank's cores, less the cores that drive a GPU. ``during_backward``: the host updates while backward runs."""
     cores = share().threads
     if device.type != "cuda" or cores < DRIVER_CORES:
         return cores

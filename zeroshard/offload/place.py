@@ -149,12 +149,12 @@ def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:
 
 
 def stay_within(sizes: Sequence[int], bytes_on_device: float, budget: int) -> list[bool]:
-    """The same for a budget: as many units stay as fit in ``budget`` bytes, at ``bytes_on_device`` an element."""
+    """As ``stay_on_device``, but the units that stay fit in ``budget`` bytes, at ``bytes_on_device`` an element."""
     return _first(sizes, int(budget / bytes_on_device))
 
 
 def _first(sizes: Sequence[int], room: int) -> list[bool]:
-    """For each size, in this order: whether it still fits. A size that does not fit is left out; later ones may fit."""
+    """For each size, in order: whether it still fits. A size that does not fit is left out; later sizes may fit."""
     chosen = []
     for size in sizes:
         chosen.append(size <= room)

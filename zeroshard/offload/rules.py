@@ -70,7 +70,7 @@ def moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], step: int) -> Rule:
-    """The rule of one group, for a parameter that makes its step of this number. Later changes do not reach it."""
+    """The rule of one group, for a parameter in its step of this number. Later changes of the group do not count."""
     if type(optimizer) is not torch.optim.SGD:
         beta1, beta2 = group["betas"]
         return AdamRule(

@@ -51,7 +51,7 @@ class HostStep(Updates):
         return "exp_avg" in self._moments or self._options.moments is not torch.float32
 
     def publishes_with(self, home: HostHome) -> bool:
-        """Whether a held update is published when this gradient comes, because the device is done with the old values.
+        """Whether a held update is published when this gradient comes: the device does not need the old values then.
 
         All micro-batches of a step must see the same parameters. So if the last step had several, the held update is
         published in ``step()`` instead.
@@ -110,7 +110,7 @@ class HostStep(Updates):
         """
         after = self._options.delayed_update_after
         self._delaying = after is not None and step > after
-        self.skip()  # flats that got no gradient since, or several, still hold the last update
+        self.skip()  # flats that got no gradient, or several, since the last step still have a held update
         self._micro_batches = max([1, *(home.received for home in self.homes.values())])
         self._check_settings()
         homes = [self.homes[flat] for flat in (order if self._delaying else order[::-1]) if flat in self.homes]

@@ -79,7 +79,7 @@ class HostGradient:
         self._square_sum = None
 
     def square_sum(self, counted: slice) -> float:
-        """The sum of squares of a part, which must be the same part in every call. Remembered until a change."""
+        """The sum of squares of a part, the same part in every call. Computed again only after a change."""
         if self._square_sum is None:
             self._square_sum = self._pool.square_sum(self.value[counted])
         return self._square_sum
@@ -124,14 +124,14 @@ class Transfer:
         """Parameters rest on the device, at ``target``."""
         self.target = target
         if target.is_cuda:
-            # A model may be freed while its last update is still being copied to the device. Nobody has a reference
-            # or waits then, so the allocator must know which streams use the memory.
+            # A model may be freed while its last update is still being copied to the device. Nobody refers to the
+            # memory or waits then, so the allocator must know which streams use it.
             for stream in self.pipeline.streams.values():
                 assert stream is not None
                 target.record_stream(stream)
 
     def receive(self, gradient: Tensor, publication: SentParameters | None, *, first: bool) -> Tensor | None:
-        """Has an averaged gradient copied to the host. ``publication``: a held update to publish before that.
+        """Asks for a copy of an averaged gradient to the host. ``publication``: a held update to publish before that.
 
         Returns the gradient's norm, if a step will ask for it and this is the ``first`` micro-batch.
         """
@@ -148,7 +148,7 @@ class Transfer:
         return norm
 
     def receive_and_update(self, gradient: Tensor, rules: dict[int, Rule], publication: SentParameters) -> None:
-        """Has a gradient copied into a buffer of the ring, and updates with it at once."""
+        """Asks for a copy of a gradient into a buffer of the ring, and for the update right after the copy."""
         pipeline = self.pipeline
         update = Update(self, rules, pipeline.unscaled, pipeline.now(), publication)
         pipeline.count(trace.DOWN, gradient.nbytes)
@@ -184,7 +184,7 @@ class Transfer:
         self._last_landing = self.pipeline.mover.submit(lambda: self._send_held(publication, free, updated))
 
     def _admit(self, gradient: Tensor, land: Callable[[], None]) -> None:
-        """Has the mover run ``land``, as soon as one more gradient may wait on the device."""
+        """Waits until one more gradient may wait on the device. Then gives the mover the job ``land``."""
         self.pipeline.admit()
         try:
             self.landing[id(gradient)] = gradient
@@ -219,7 +219,7 @@ class Transfer:
         self._admit_another(gradient)
         found.arrive()
         if found.is_sum and pipeline.norms:
-            found.square_sum(self._counted)  # now, during backward, and not when a step asks for the norm
+            found.square_sum(self._counted)  # computed now, during backward, so that step() need not wait
 
     def _land_and_update(self, gradient: Tensor, update: Update) -> None:
         pipeline, buffers, produced = self.pipeline, self.buffers, update.free
@@ -236,7 +236,7 @@ class Transfer:
         self._last_update = pipeline.update(update)
 
     def _fetch_wide(self, gradient: Tensor, produced: torch.cuda.Event | None) -> Tensor:
-        """Copies a gradient that was already added up on the device. That is rare, so pageable memory will do."""
+        """Copies a gradient that was already added up on the device. That is rare, so the memory need not be pinned."""
         with self.pipeline.on_stream(trace.DOWN, produced):
             values = gradient.cpu()
         self._admit_another(gradient)

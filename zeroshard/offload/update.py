@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .transfer import Transfer
 
 MOST_STORED = 32
-"""Entries in one flat's cache: one for each buffer that the gradient may be in, and each set of parameters in use."""
+"""Most entries in a flat's cache. Each buffer of the gradient and each set of parameters in use needs an entry."""
 
 
 class SegmentCache:
@@ -41,7 +41,7 @@ class SegmentCache:
         return self._known[key]
 
     def make(self, gradient: Tensor, output: Tensor, used: Collection[int]) -> Segments:
-        """The same, not stored."""
+        """As ``find``, without storing the segments."""
         pieces = [piece for piece in self._keys if piece.slot in used]
         return self._pool.prepare([self._segment(gradient, output, piece) for piece in pieces])
 
@@ -82,7 +82,7 @@ class Update:
     _output: Tensor = field(init=False)
 
     def prepare(self) -> tuple[Segments, Sequence[Rule]]:
-        """Waits for everything that the update reads, and for copies that still read what it writes."""
+        """Waits until all inputs are there, and until no copy reads the memory that the update writes."""
         transfer, buffers = self.transfer, self.transfer.buffers
         if self.staging is None:
             transfer.pipeline.mover.wait(self.landed)
@@ -115,7 +115,7 @@ class Update:
                 staging.release(sent)
 
     def _fill_unused(self) -> None:
-        """Rounds the master of parameters that were not updated. The output has their gradients, and is sent whole."""
+        """Writes parameters that were not updated over their gradients in the output, because all of it is sent."""
         buffers = self.transfer.buffers
         if self._output is buffers.stored or buffers.split:
             return

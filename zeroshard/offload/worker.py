@@ -95,7 +95,7 @@ class Worker:
 
 
 def _close(queue: _Queue, thread: threading.Thread, process: int) -> None:
-    """Drops jobs that have not begun. Waits for the one that has, because it uses memory that is about to be freed."""
+    """Drops jobs that have not begun. Waits for the running job, because it uses memory that is about to be freed."""
     if os.getpid() != process:
         return
     with queue.changed:
@@ -119,7 +119,7 @@ def _work(queue: _Queue, prepare: Callable[[], None] | None) -> None:
             job = queue.jobs.popleft()
         if not _succeeds(queue, job):
             return
-        del job  # otherwise its tensors would live until the next job comes
+        del job  # otherwise the job's tensors would live until the next job comes
         with queue.changed:
             queue.done += 1
             queue.changed.notify_all()

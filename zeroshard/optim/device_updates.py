@@ -120,10 +120,10 @@ class TorchStates(FlatStates):
 
 
 def _on_pieces(original: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A second optimizer of the user's class that works on pieces. Attributes of other classes come along."""
+    """A second optimizer of the user's class that works on pieces. It has the attributes of the first one too."""
     inner = copy.copy(original)
     for name, value in vars(original).items():
-        if name != "step":  # a scheduler has wrapped the step() of the user's own object
+        if name != "step":  # a scheduler may have replaced step() of the user's own object
             inner.__dict__.setdefault(name, value)
     inner.param_groups, inner.state = [], defaultdict(dict)
     return inner

@@ -16,7 +16,7 @@ class LossScaler:
         self._good_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint stores."""
+        """The values that a checkpoint stores."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: dict[str, float]) -> None:

@@ -1,11 +1,12 @@
 """NaN and inf: found in the step where they appear, traced to a unit. They never reach the states.
 
-The search has two places. In forward: every unit's output, which tells the first unit whose output is not finite. In
-backward: the averaged gradients. Their global norm is not finite if any element is not; the first such flat in the
-order of backward is where it began. All ranks must leave the step out, or none, so they agree on the result.
+The search looks at two places. In forward it looks at every unit's output, and finds the first unit whose output is not
+finite. After backward it looks at the averaged gradients. Their global norm is not finite if any element is not. The
+first flat with such an element, in the order of backward, is the flat where the NaN or inf began. Either all ranks
+leave the step out or none does, so the ranks agree on the result.
 
-The search costs a pass over each unit's output and one over the gradients (which clipping makes anyway), and ``step()``
-waits for the device. So it is an option.
+The search costs a pass over each unit's output and a pass over the gradients (which clipping makes anyway), and
+``step()`` waits for the device. Therefore the search is an option.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Policy = Literal["skip", "stop", "raise"]
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient was NaN or infinite. The message names step, unit and rank; the states are as before it."""
+    """A loss or a gradient was NaN or infinite. The message names step, unit and rank. That step changed no state."""
 
 
 class Faults:
@@ -39,7 +40,7 @@ class Faults:
         self._policy, self._fabric, self._buffers = policy, fabric, buffers
         self.watching = policy is not None
         self._outputs: list[tuple[str, Tensor]] = []
-        """Titles of units in the order of their outputs, and whether the output was finite; on the device."""
+        """Titles of units in the order of their outputs. For each: whether the output was finite, on the device."""
         self.stop_reason: str | None = None
         """Why training was stopped, with the policy "stop"."""
         self._fault: str | None = None
@@ -85,7 +86,7 @@ class Faults:
         """Whether anything was not finite in a step, on any rank. Collective. Waits for the device."""
         self._fault = self._find(step, norm, order, overflow_is_normal)
         if self._fault is not None:
-            self._buffers.recall()  # what a bad forward wrote to them
+            self._buffers.recall()  # the bad forward may have written to buffers
         return self._fault is not None
 
     def _find(self, step: int, norm: Tensor, order: list[Flat], overflow_is_normal: bool) -> str | None:

@@ -9,8 +9,8 @@ from ..comm.fabric import DisagreementError, Fabric
 from ..states.flat import Flat
 from ..system import compat
 
-REPLICAS_APART = 1e-2
-"""Gradients that should be equal may differ by this share: kernels may add in no fixed order, and round."""
+LARGEST_DIFFERENCE = 1e-2
+"""The largest relative difference of gradients that should be equal. Kernels may add in no fixed order, and round."""
 
 
 def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
@@ -43,7 +43,7 @@ def local_norms(flats: list[Flat]) -> dict[Flat, Tensor]:
     return {flat: found[flat] for flat in flats if flat in found}
 
 
-def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
+def check_equal_gradients(flats: list[Flat], fabric: Fabric) -> None:
     """Raises if parameters that every tensor-parallel rank has whole have different gradients on these ranks.
 
     Their values would drift apart. The check waits for the device, so it runs only in the first step and in the first
@@ -53,7 +53,7 @@ def check_replicas_agree(flats: list[Flat], fabric: Fabric) -> None:
     if fabric.model.world == 1 or fabric.backend == "fake" or not parts:
         return
     norms = fabric.model.gather_small(torch.stack(compat.norms(list(parts.values()), torch.float64)))
-    apart = norms.amax(0) - norms.amin(0) > REPLICAS_APART * norms.amax(0)
+    apart = norms.amax(0) - norms.amin(0) > LARGEST_DIFFERENCE * norms.amax(0)
     for flat, differs in zip(parts, apart.tolist(), strict=True):
         if differs:
             raise DisagreementError(

@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Steps left out because fp16 gradients overflowed, or because of ``on_nonfinite``."""
         self._complete = False
         super().__init__(original.param_groups, original.defaults)
-        # The list and the dicts in it are the original's, so schedulers built on either handle steer this one.
+        # The list of groups and its dicts are shared with the original, so schedulers of either optimizer work here.
         self.param_groups = original.param_groups
         compat.adopt_step_hooks(self, original)
         self.unsharded = original
@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self, value: defaultdict[Tensor, dict[str, Any]]) -> None:
         if getattr(self, "_complete", False):
             raise RuntimeError("the state of a sharded optimizer cannot be assigned; use load_state_dict()")
-        self._state = value  # torch's constructor sets an empty one
+        self._state = value  # torch's constructor sets an empty state
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -192,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             updates.settle()
         self.piece_states.settled()
         gradients = [flat.gradient for flat in self._flats]
-        read_user_changes(gradients)  # zero_grad() may have dropped them
+        read_user_changes(gradients)  # zero_grad() may have dropped gradients
         for gradient in gradients:
             if any(gradient.used):
                 raise RuntimeError(
@@ -222,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def states_loaded(self) -> None:
         """Called when a checkpoint was loaded."""
-        self._treatment.check_replicas = True
+        self._treatment.check_equal = True
 
 
 def _refuse_old_handle(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -173,7 +173,7 @@ class PieceStates:
         return dict(self._state.get(tensor, {}))
 
     def common(self) -> dict[Any, Any]:
-        """State of the optimizer that belongs to no parameter. No element enters, so all ranks have the same."""
+        """State of the optimizer that belongs to no parameter. It depends on no element, so all ranks have the same."""
         return {key: value for key, value in self._state.items() if not isinstance(key, Tensor)}
 
     def take_common(self, state: dict[Any, Any]) -> None:
@@ -198,7 +198,7 @@ class PieceStates:
 
 
 def _with_masters(flat: Flat, masters: dict[Piece, Tensor]) -> Tensor:
-    """The master's values, where those of a state dict replace the present ones."""
+    """The master's values. The masters of a state dict replace the present values of their pieces."""
     values = flat.home.master().clone()
     for piece, master in masters.items():
         whole = flat.layout.slots[piece.slot].part(master).reshape(-1)

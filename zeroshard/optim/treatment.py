@@ -12,7 +12,7 @@ from ..states.flat import Flat
 from ..system import compat
 from .loss_scale import LossScaler
 from .nonfinite import Faults
-from .norm import check_replicas_agree, clip_factor, global_norm
+from .norm import check_equal_gradients, clip_factor, global_norm
 
 
 class Treatment:
@@ -26,7 +26,7 @@ class Treatment:
         self._clipped = False
         self.grad_norm: Tensor | None = None
         """Global gradient norm before clipping, of the last step that computed it; on the device."""
-        self.check_replicas = True
+        self.check_equal = True
         """Whether the coming step compares gradients of parameters that every tensor-parallel rank has whole."""
 
     def begin(self) -> None:
@@ -38,9 +38,9 @@ class Treatment:
 
         Waits for the device only with loss scaling or ``on_nonfinite``.
         """
-        if self.check_replicas:
-            check_replicas_agree(self._flats, self._fabric)
-            self.check_replicas = False
+        if self.check_equal:
+            check_equal_gradients(self._flats, self._fabric)
+            self.check_equal = False
         if self._max_norm is None and self.scaler is None and not self.faults.watching:
             return True
         norm = self._norm()

@@ -4,6 +4,6 @@ This room knows how to run a block twice, and three ways to store its inputs bet
 device as they are, divided among model-parallel ranks (P_a), or in host memory (P_a+cpu). It does not know units, flats
 or the optimizer.
 
-Read ``checkpoint`` first, then ``saved_input``. The doors are ``Checkpoints``, all checkpoints of one model, and the
-function ``checkpoint`` that a model may call itself.
+Read ``checkpoint`` first, then ``saved_input``. The doors are ``ActivationCheckpoints``, all checkpoints of one model,
+and the function ``checkpoint`` that a model may call itself.
 """

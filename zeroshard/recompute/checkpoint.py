@@ -33,7 +33,7 @@ class Call:
     """One call of a recomputed function, and its saved inputs."""
 
     def __init__(
-        self, checkpoints: Checkpoints, arguments: Any, previous: Callable[[], Call | None], name: str
+        self, checkpoints: ActivationCheckpoints, arguments: Any, previous: Callable[[], Call | None], name: str
     ) -> None:
         self.previous = previous
         """The call before this one in the same forward; None if there is none, or its graph is gone."""
@@ -63,7 +63,7 @@ class Call:
             saved.fetch()
 
     def take(self, prefetch: int) -> Any:
-        """The inputs again. The inputs of so many calls before this one start coming back too."""
+        """The inputs as they were. Also starts to bring back the inputs of the ``prefetch`` calls before this one."""
         call: Call | None = self
         for _ in range(1 + prefetch):
             if call is not None:
@@ -102,7 +102,7 @@ class _RecomputedForward(Hook):
         return self._function(*args, **kwargs)
 
 
-class Checkpoints:
+class ActivationCheckpoints:
     """The checkpoints of one model."""
 
     def __init__(self, options: Activations, fabric: Fabric) -> None:
@@ -196,12 +196,12 @@ class Checkpoints:
             )
 
 
-_active: list[Checkpoints] = []
+_active: list[ActivationCheckpoints] = []
 """The checkpoints of the models whose forward is running, outermost first."""
 
 
 @contextmanager
-def _inside(checkpoints: Checkpoints) -> Iterator[None]:
+def _inside(checkpoints: ActivationCheckpoints) -> Iterator[None]:
     depth = len(_active)
     _active.append(checkpoints)
     try:

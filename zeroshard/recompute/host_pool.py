@@ -29,7 +29,7 @@ class HostSlot:
         self._block = HostBlock(size, pinned=pinned, dry=dry)
         self.memory = self._block.take(size, torch.uint8)
         self.asked = 0
-        """Bytes that the checkpoint in it asked for."""
+        """Bytes that the checkpoint in this slot asked for."""
 
 
 class HostPool:
@@ -39,12 +39,12 @@ class HostPool:
         self._pinned = device.type == "cuda"
         self._local_ranks = local_ranks
         self.slots: list[HostSlot] = []
-        """All of them, free or in use."""
+        """All slots, free or in use."""
         self._free: list[HostSlot] = []
-        """From small to large."""
+        """Free slots, from small to large."""
         self._returned: deque[HostSlot] = deque()
         self._needed = self._peak = 0
-        """Bytes that checkpoints asked for: now, and at most so far."""
+        """Bytes that all checkpoints ask for now, and the most that they have asked for at a time."""
 
     @property
     def bytes(self) -> int:
@@ -86,4 +86,4 @@ class HostPool:
 
     def give_back(self, slot: HostSlot) -> None:
         """Makes a slot free. The next copy to it runs on the same stream, so copies that still read it come first."""
-        self._returned.append(slot)  # nothing more: a finalizer may call this in the middle of take()
+        self._returned.append(slot)  # take() does the rest: a finalizer may call this in the middle of take()

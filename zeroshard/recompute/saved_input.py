@@ -62,7 +62,7 @@ class MovedInput(SavedInput):
         """The whole tensor while it is brought back."""
         own = local.as_strided((self._numel,), (1,))[self._own]
         if store.host is None:
-            self._slot, self._stored = None, own.clone()  # a view would keep the whole tensor alive
+            self._slot, self._stored = None, own.clone()  # a view would occupy the memory of the whole tensor
         else:
             self._slot = store.send(own, VersionWatch(tensor.detach()))
             self._stored = self._slot.memory[: own.nbytes].view(own.dtype)

@@ -58,7 +58,7 @@ class CheckpointStore:
         return self.fabric.model.world if self.options.partition and not parallel.divided(tensor) else 1
 
     def send(self, source: Tensor, watch: VersionWatch) -> HostSlot:
-        """Copies a tensor to the host. The store holds the tensor until the copy is done."""
+        """Copies a tensor to the host. The store refers to the tensor until the copy is done."""
         assert self.host is not None
         slot = self.host.take(source.nbytes, dry=compat.is_fake(source))
         target = slot.memory[: source.nbytes].view(source.dtype)
@@ -69,7 +69,7 @@ class CheckpointStore:
         return slot
 
     def finish_copies(self, at_most: int = 0) -> None:
-        """Makes the current stream wait until at most so many copies to the host are left."""
+        """Makes the current stream wait until at most ``at_most`` copies to the host are left."""
         while len(self._copies) > at_most:
             copy = self._copies.popleft()
             copy.pending.wait()

@@ -37,7 +37,8 @@ class Border:
         if self._precision.output is not None:
             output = cast_floating(output, self._precision.output)
         if self._scaler is not None and torch.is_grad_enabled():
-            # Aliases, on which nothing in the model depends: an output made from another output is scaled once.
+            # Outputs become aliases, which nothing in the model uses. So a gradient is scaled once, even if one output
+            # is computed from another output.
             output = map_tensors(lambda tensor: tensor if tensor.grad_fn is None else tensor.view_as(tensor), output)
         return output
 

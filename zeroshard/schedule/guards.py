@@ -71,7 +71,7 @@ class Guards:
 
 
 def _check_here(flat: Flat, what: str, prefix: str, remedy: str) -> None:
-    if flat.sharded and not flat.lent:  # even if present: a release would empty the views that a caller keeps
+    if flat.sharded and not flat.lent:  # even if present: a release would empty the caller's views
         name = prefix.rstrip(".") or "the model"
         raise RuntimeError(f"{what}: the parameters of {name!r} are sharded and not here; {remedy}")
 
@@ -98,7 +98,7 @@ def _guarded(
 
 
 def _changes_nothing(device: torch.device, dtypes: set[torch.dtype], function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a conversion leaves parameters as they are. Tried on small tensors."""
+    """Whether a conversion leaves parameters as they are. The conversion is tried on small tensors."""
     for dtype in dtypes:
         for dimensions in (1, 4, 5):  # memory formats exist for four and five dimensions only
             probe = torch.zeros([2] * dimensions, dtype=dtype, device=device)

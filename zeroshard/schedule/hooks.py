@@ -141,7 +141,7 @@ class Schedule:
     def _hook_outputs(self, unit: Unit, output: Any) -> int:
         """Hooks the tensors that a unit made. Returns how many of them have a ``grad_fn``."""
         hook = self._before_backward_hooks[unit]
-        if self._running:  # called inside another unit, whose backward is not over when the backward of this one begins
+        if self._running:  # the unit was called inside other units: their backward goes on when its backward begins
             hook = Hook(partial(self._before_backward, unit, enclosing=tuple(self._running)))
         found = hook_outputs(output, hook, "unit")
         if self._sharded:  # mixtures of experts, for example, leave a loss in an attribute
@@ -195,7 +195,7 @@ class Schedule:
             compat.after_backward(self._end_backward)
 
     def _before_gradient(self, gradient: Tensor) -> None:
-        """Runs before autograd adds to ``parameter.grad``. A backward may begin here, at no output of the model."""
+        """Runs before autograd adds to ``parameter.grad``. A backward past the model's outputs begins here."""
         self._begin_backward()
 
     def _after_gradient(self, parameter: Tensor) -> None:
@@ -206,13 +206,13 @@ class Schedule:
 
     def _take_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         unit, flat, index = self._members[id(parameter)]
-        # A unit was called, and is released again when its gradient comes: the values were present when they were read.
-        # For example, autocast cast the parameter in an earlier forward. A NaN would show that they were not present.
-        # This case is so rare that the check costs nothing.
+        # In stage 3, the unit may be released when the gradient comes. That is right if the values were present when
+        # they were read: for example, autocast cast the parameter in an earlier forward. If the values were not
+        # present, the gradient is NaN. This case is so rare that the check costs nothing.
         uncalled = self._sharded and unit not in self.lifetimes.called
         absent = not flat.present
         if uncalled or (absent and (not self._sharded or bool(gradient.isnan().any()))):
-            flat.home.check_not_updated()  # by an earlier gradient of this backward
+            flat.home.check_not_updated()  # raises if an earlier gradient caused an update
             raise RuntimeError(
                 f"parameter {flat.layout.slots[index].name!r} was used without a call of {unit.title!r}, the module "
                 "it is gathered for, so its value was not there; call that module's forward, or choose units= so that "
@@ -254,7 +254,7 @@ def _no_graph() -> AbstractContextManager[None]:
 
 
 def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook for a parameter. It must not keep the model alive: the garbage collector does not look into such hooks."""
+    """A hook for a parameter, without a reference to the model: the garbage collector does not look into such hooks."""
     reference = weakref.WeakMethod(method)
 
     def call(tensor: Tensor) -> None:

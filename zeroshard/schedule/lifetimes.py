@@ -80,7 +80,7 @@ class Lifetimes:
 
     def begin_forward(self) -> None:
         self._turning.clear()
-        # Asked here, for the whole model: reentrant checkpointing runs the first forward of a block without gradients.
+        # Decided once for the whole model: reentrant checkpointing runs the first forward of a block without gradients.
         self._forward = self._training if torch.is_grad_enabled() else self._evaluation
         self._forward.begin()
 
@@ -104,7 +104,7 @@ class Lifetimes:
         self._unhooked.add(unit)
 
     def end_forward(self) -> list[Unit]:
-        """Also releases units that were gathered ahead and not called. Returns the order of a training forward."""
+        """Releases all units that backward does not need first. Returns the order of a training forward."""
         self._forward.end()
         for unit in self._units:
             if unit not in self._unhooked and unit not in self._turning:

@@ -19,8 +19,8 @@ class AttributeOutputs:
     """Tensors that a forward leaves in attributes of a unit's modules, such as the loss of a mixture of experts.
 
     The search runs after every call of the unit, so it must not walk through all attributes of all modules. torch's own
-    layers leave nothing in attributes by themselves. A torch layer is searched only if it has hooks, if it has more
-    attributes than at first, or if it had an attribute in which other code may leave a tensor.
+    layers leave nothing in attributes. A torch layer is searched only if it has hooks, if its number of attributes has
+    changed, or if it has an attribute in which other code may leave a tensor.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

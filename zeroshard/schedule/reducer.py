@@ -33,7 +33,7 @@ class Reducer:
     def __init__(self, units: Iterable[Unit], fabric: Fabric, buffers: Buffers, *, by_position: bool) -> None:
         self._fabric, self._buffers = fabric, buffers
         self._by_position = by_position
-        """Flats are ready by the position of backward, not when they are complete: stage 3."""
+        """Stage 3: a flat is ready when the backward of the next unit begins, not when all its gradients have come."""
         self.flats = [flat for unit in units for flat in unit.trainable_flats]
         self.gradients = [flat.gradient for flat in self.flats]
         self.order: list[Flat]
@@ -51,7 +51,7 @@ class Reducer:
         self._incomplete: set[Flat] = set()
         """Early flats that were reduced in this step before all their gradients had come."""
         self._inflight: deque[FlatGradient] = deque()
-        self._most_inflight = IN_FLIGHT if fabric.data_parallel > 1 else 1  # alone there is nothing to wait for
+        self._most_inflight = IN_FLIGHT if fabric.data_parallel > 1 else 1  # one rank alone has nothing to wait for
         self._backwards = 0
         self._agreed = False
         self.synchronous = True

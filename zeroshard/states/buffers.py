@@ -113,7 +113,7 @@ class Buffers:
         longer sequence, and other attributes of its module may tell how far the table reaches.
         """
         now, written = dict(self._named()), []
-        for module, name in now.keys() - self._copies.keys():  # made since
+        for module, name in now.keys() - self._copies.keys():  # buffers that were made since the copies
             if not compat.is_persistent(module, name):
                 continue
             if (module, name) in self._empty:

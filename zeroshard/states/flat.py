@@ -11,8 +11,8 @@ Every kind of tensor in the package, by name:
 - **piece**: the part of one parameter inside the master. Optimizer states belong to pieces.
 - **local, stash, accumulator**: gradients; see ``gradient.py`` and ``stash.py``.
 
-Memory is given back with the storage, not with the tensor: autograd's saved views of a parameter still point at the
-storage, and are valid again after the next gather.
+A release empties the storage and leaves the tensor: autograd's saved views of a parameter still point at the storage,
+and are valid again after the next gather.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Flat:
         self.trainable = self.parameters[0].requires_grad
         self.origin_dtype = self.parameters[0].dtype
         self.dtype = precision.parameters or self.origin_dtype
-        self.master_dtype = torch.float32 if precision.keeps_master and self.trainable else self.dtype
+        self.master_dtype = torch.float32 if precision.has_master and self.trainable else self.dtype
         self.shard_range = self.layout.shard(fabric.shard_rank)
         self.sharded = table.parameters.extent is Extent.SHARD
         self.at_rest = self.shard_range if self.sharded else self.layout.whole
@@ -137,7 +137,7 @@ class Flat:
         return parts[1::2]
 
     def live_in(self, home: Home, turns: Turns) -> None:
-        """Gets another home than the device's, before the first values come."""
+        """Moves the flat to another home than the device's. Called before the first values come."""
         self.home, self._turns = home, turns
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Flat:
             self.start_gather()
 
     def prefetch(self) -> None:
-        """Gathers ahead of need. If that would wait for the host, only if other ranks wait for this rank."""
+        """Gathers ahead of need. If that has to wait for the host: only where other ranks wait for this rank."""
         if self._publication is None or self._publication.sent or self.gathers_from_others:
             self.gather()
 
@@ -210,7 +210,7 @@ class Flat:
                 self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label, prepare)
             else:
                 self._pending = publication
-        self._publication = None  # not before: an interrupted wait for it is waited for again
+        self._publication = None  # only now: if the wait was interrupted, the next call waits again
         self.presence = Presence.UNDER_WAY
 
     def wait(self) -> None:
@@ -263,7 +263,7 @@ class Flat:
                 self.presence = Presence.UNDER_WAY
 
     def outdate(self, publication: Publication | None) -> None:
-        """Notes that the parameters change. Whoever needs them from now on waits for the publication, if any.
+        """Notes that the parameters change. From now on, ``gather`` and ``wait`` wait for the publication, if any.
 
         A backward through the old values raises. A unit that is still gathered is released: it shows old values.
         """
@@ -284,7 +284,7 @@ class Flat:
             self._pending = None
 
     def rewrite(self) -> None:
-        """Takes rank 0's present values as the new ones. Where a value is unchanged, the master is unchanged too."""
+        """Takes rank 0's present values as new values. Where a value is unchanged, the master is unchanged too."""
         assert self.presence is Presence.PRESENT
         self._fabric.broadcast(self.whole, divided=self.divided)
         if self.sharded and not self.home.fills_shard:
@@ -303,7 +303,7 @@ class Flat:
     def check_unwritten(self) -> None:
         """Raises if somebody wrote to a parameter where the write would be lost.
 
-        Such a write is lost: one to a placeholder, to gathered parameters that are about to be released, or to
+        A write is lost if it goes to a placeholder, to gathered parameters that are about to be released, or to
         parameters that have a separate master.
         """
         present = self.presence is Presence.PRESENT

@@ -148,12 +148,12 @@ class FlatGradient:
                 "scaling"
             )
         self.settle()
-        self._local.drop(index)  # or a gradient that was not reduced yet would be added to the user's
+        self._local.drop(index)  # otherwise a gradient that is not reduced yet would be added to the user's
         self._flat.home.assign(index, parallel.local_gradient(self._flat.parameters[index], gradient))
         self.used[index] = True
 
     def _discard(self, index: int) -> None:
-        self.settle()  # or a reduce under way would bring the gradient back
+        self.settle()  # otherwise a reduce under way would bring the gradient back
         self.used[index] = False
         if any(self.used):
             self._local.drop(index)

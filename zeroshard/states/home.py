@@ -62,7 +62,7 @@ class Home(ABC):
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
         self._stash = Stash(flat.dtype, flat.precision.accumulate)
-        """The averaged gradient, as far as it is on the device, and the factor of the whole gradient."""
+        """The part of the averaged gradient that is on the device, and the factor of the whole gradient."""
         self._before_write: Tensor | None = None
         """The master from before a user's write, where the write changes the master too."""
 
@@ -100,7 +100,7 @@ class Home(ABC):
 
     @abstractmethod
     def publish(self) -> Publication | None:
-        """Brings the master's values to where parameters rest. Returns what to wait for; None if they are there."""
+        """Brings the master's values to where parameters rest. Returns a publication, unless the values are there."""
 
     def before_write(self) -> None:
         """Called before a user writes to the parameters."""
@@ -133,7 +133,7 @@ class Home(ABC):
     # -- averaged gradients ---------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A new backward pass. A factor from before is not for its gradients. Raises if no more gradients may come."""
+        """A new backward pass, whose gradients do not get an earlier factor. Raises if no more gradients may come."""
         self._stash.apply_factor()
 
     @abstractmethod
@@ -144,7 +144,7 @@ class Home(ABC):
         """
 
     def visible(self) -> Tensor | None:
-        """The averaged gradient as users may see it: whole, scaled, in the parameters' dtype; else None."""
+        """The averaged gradient for users: whole, multiplied by its factor, in the parameters' dtype. Else None."""
         values = self._stash.values
         if not self.shows_gradient or values is None or values.dtype is not self.flat.dtype:
             return None
@@ -161,7 +161,7 @@ class Home(ABC):
 
     @property
     def factor(self) -> Tensor | None:
-        """What the averaged gradient is still to be multiplied by."""
+        """The number that the averaged gradient is still to be multiplied by; None for 1."""
         return self._stash.factor
 
     def scale(self, factor: Tensor) -> None:
@@ -173,7 +173,7 @@ class Home(ABC):
         return None if self._stash.values is None else self._stash.values[self.flat.counted]
 
     def norm(self) -> Tensor | None:
-        """The 2-norm of that part, if the gradient is not on the device."""
+        """The 2-norm of the part that counts on this rank, if the gradient is not on the device."""
         return None
 
     def discard(self, slot: int) -> None:

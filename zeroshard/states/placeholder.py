@@ -1,9 +1,9 @@
-"""Placeholders: a parameter or gradient whose value is not current shows a NaN scalar, expanded to the right shape.
+"""Placeholders: a parameter or gradient whose value is not current shows NaN, one scalar expanded to its shape.
 
 Reading a tensor whose storage is freed crashes the process, and an old value misleads silently. A placeholder does
 neither: shape and dtype are right, reading gives NaN, in-place arithmetic raises. torch allows two ways to write to a
-placeholder. ``fill_`` and its kin raise the parameter's version, which tells. Writes through ``.data`` or numpy change
-the scalar, which ``check`` finds.
+placeholder. ``fill_`` and similar functions raise the parameter's version, which shows the write. A write through
+``.data`` or numpy changes the scalar, and ``check`` finds that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Placeholders:
         return self._scalars[dtype].expand(tuple(shape))
 
     def gradients(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-        """For ``grad`` of some parameters. Each has a version of its own (``.data``), which tells if it was zeroed."""
+        """For ``grad`` of some parameters. Each has a version of its own (``.data``), which shows if it was zeroed."""
         scalars = torch.full((len(shapes),), math.nan, dtype=dtype, device=self._device)
         return [scalar.expand(tuple(shape)).data for scalar, shape in zip(scalars.unbind(), shapes, strict=True)]
 

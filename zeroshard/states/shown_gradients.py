@@ -48,7 +48,7 @@ class ShownGradients:
                 self._displays[index] = _Display(tensor, compat.version(tensor), pointer)
 
     def take_back(self) -> Iterator[tuple[int, Tensor | None]]:
-        """Leaves ``grad`` to autograd. Gives what the user assigned, or None where the gradient was discarded."""
+        """Leaves ``grad`` to autograd. Yields the gradient that the user assigned, or None if the user discarded it."""
         for index, parameter in enumerate(self._parameters):
             display, self._displays[index] = self._displays[index], None
             gradient, parameter.grad = parameter.grad, None
@@ -58,7 +58,7 @@ class ShownGradients:
                 yield index, None
 
     def clear(self) -> None:
-        """Takes away what was shown. A gradient that the user assigned stays."""
+        """Takes away the gradients that were shown. A gradient that the user assigned stays."""
         for index, display in enumerate(self._displays):
             if display is not None and self._parameters[index].grad is display.tensor:
                 self._parameters[index].grad = None

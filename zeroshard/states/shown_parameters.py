@@ -1,4 +1,4 @@
-"""What the model's parameters show: their part of a gathered flat, or a placeholder. And who wrote to them."""
+"""What the model's parameters show: their part of a gathered flat, or a placeholder. Also finds users' writes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Turns:
     """The one order in which all ranks gather flats that the host updates.
 
-    Without it, ranks would gather in different orders, because a flat's update ends at another time on every rank.
+    Without this order, ranks would gather in different orders: a flat's update ends at another time on every rank.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class Turns:
         self._first = min(self._first, self._place[flat])
 
     def gather_up_to(self, flat: Flat) -> None:
-        """Gathers all flats before this one that are being updated, and this one. Each is passed once in a step."""
+        """Gathers this flat, and before it all earlier flats in the order that are being updated."""
         order = self._look_up()
         while self._first <= self._place[flat]:
             other = order[self._first]
             if other.updating:
                 other.start_gather()
-            self._first += 1  # not before: a gather that failed is asked for again
+            self._first += 1  # only now: the next call repeats a gather that failed
 
     def _look_up(self) -> list[Flat]:
         order = self.order()

@@ -25,7 +25,7 @@ class FlatStates(ABC):
 
     @abstractmethod
     def take_scalars(self, piece: Piece, scalars: dict[str, Any], *, moments: bool) -> None:
-        """Takes state that belongs to the parameter as a whole, after the memory of ``room_for`` was filled.
+        """Takes states that belong to the parameter as a whole. Called after the memory of ``room_for`` was filled.
 
         ``moments`` tells whether there was anything to fill.
         """

@@ -1,8 +1,8 @@
 """Writes a rank's part while training goes on. On rank 0, completes the checkpoint when all parts are there.
 
-``Snapshots`` copies what is to be written into host memory. ``Saving`` writes on a thread of its own, without any
+``Snapshots`` copies the contents of a save into host memory. ``Saving`` writes on a thread of its own, without any
 collective: rank 0 sees the other ranks' parts in the folder that all ranks share. ``Saving.wait`` tells the training
-thread how it went. A rank that died is noticed there at once. A slow rank is waited for.
+thread whether the save succeeded. ``wait`` notices a dead rank at once, and waits for a slow rank.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ POLL_SECONDS = 0.005
 SLOWEST_POLL_SECONDS = 0.2
 TURN_SECONDS = 0.5
 EXIT_SECONDS = 60.0
-"""How long a process that ends waits for its last save while nothing is written: another rank may be dead."""
+"""How long the end of a process waits for its last save without a new byte: another rank may be dead."""
 RESERVE = 1 << 28
-"""Bytes of host memory that a snapshot leaves to others."""
+"""Bytes of host memory that a snapshot leaves free."""
 
 
 class Snapshots:
@@ -48,7 +48,7 @@ class Snapshots:
         self.memory: Tensor | None = None
 
     def lacking(self, contents: Contents) -> int:
-        """Bytes that this rank has too few; 0 or less if there is room."""
+        """How many bytes of host memory are missing on this rank; 0 or less if there is enough."""
         present = 0 if self.memory is None else self.memory.numel()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._fabric.world))
         return snapshot_bytes(contents) - present - (machine.available_memory() - RESERVE) // local
@@ -96,7 +96,7 @@ def _same(tensor: Tensor) -> Tensor:
 def wait_on_all(fabric: Fabric, done: threading.Event) -> None:
     """Waits until an event has happened on every rank. Collective.
 
-    It waits in short turns: each turn finds out whether all ranks are still alive, however long a disk takes.
+    The wait has short turns. Each turn finds out whether all ranks are still alive, however long a disk takes.
     """
     while fabric.maximum([not done.wait(TURN_SECONDS)])[0]:
         pass
@@ -124,11 +124,11 @@ class Saving:
         self._told = False
 
     def begin(self) -> None:
-        """Begins to write. All ranks are ready: before, a writer would take their time."""
+        """Begins to write. Called when all ranks are ready: an earlier writer would slow down ranks that prepare."""
         _unfinished.add(self)
         try:
             threading.Thread(target=self._run, name="zeroshard checkpoint", daemon=True).start()
-        except RuntimeError as error:  # no thread
+        except RuntimeError as error:  # no thread can be started
             self._fail(error)
             self._end()
 
@@ -147,13 +147,13 @@ class Saving:
         _unfinished.discard(self)
         problems = self._fabric.gather_objects(None if self._error is None else _tell(self._error))
         if self._fabric.rank == 0 and any(problem is not None for problem in problems):
-            clear(self._folder)  # all ranks are done: a full disk would stay full
+            clear(self._folder)  # all ranks are done; without this a full disk would stay full
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise CheckpointError(f"{self.path} was not saved: rank {rank}: {problem}") from self._error
 
     def finish_at_exit(self) -> None:
-        """Waits without the other ranks, and says on stderr what went wrong."""
+        """Waits without a collective, because other ranks may be gone. Says on stderr what went wrong."""
         written, since = -1, time.monotonic()
         while not self._done.wait(SLOWEST_POLL_SECONDS):
             if (now := _bytes_in(self._folder)) != written:
@@ -251,7 +251,7 @@ def _tell(error: BaseException) -> str:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Another number whenever something was written into a folder."""
+    """A number that changes when something is written into a folder."""
     try:
         return sum(entry.stat().st_size + 1 for entry in folder.iterdir())
     except OSError:  # the folder was renamed or removed

@@ -1,10 +1,10 @@
-"""What there is to save of a sharded model: which ranges this rank writes, and everything that is no range.
+"""What a save writes of a sharded model: the ranges that this rank writes, and all other values.
 
 Every element is written once, by a rank that has it anyway. Where states are whole on every rank (stage 0), or on
 several (the replicas of a mesh), the ranks divide the writing.
 
-A 16-bit parameter with a master is not written: it is that master, rounded. Only where a delayed update waits to be
-published are both written, because the next step still runs on the older one.
+A 16-bit parameter with a master is not written: it is the rounded master. There is one exception: while a delayed
+update is held, both are written, because the next step still runs on the older parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .regions import Region, whole
 from .values import SMALL_BYTES, EncodingError, encode
 
 WORDS = {"module": "the model's extra state", "shared": "the optimizer's settings"}
-"""What messages call a value, where the value's name in the index says too little."""
+"""Names of values in messages, where the name in the index says too little."""
 
 
 class Item(NamedTuple):
@@ -51,7 +51,7 @@ class Contents(NamedTuple):
     values: dict[str, Any]
     seat: random_state.Seat
     joined_bytes: int = 0
-    """Host memory that reading needs besides: the largest master that is stored in two halves, put together."""
+    """Extra host memory that reading needs: for the largest split master, put together from its two halves."""
 
 
 def name_of(name: str) -> str:
@@ -123,13 +123,13 @@ def _aside(name: str, large: list[Tensor], tensor: Tensor) -> str:
 
 
 class _Masters:
-    """Puts masters together that are stored in two halves, one at a time, and each once for all its pieces."""
+    """Puts split masters together from their two halves: one at a time, and each once for all its pieces."""
 
     def __init__(self) -> None:
         self._flat: Flat | None = None
         self._values: Tensor | None = None
         self.largest = 0
-        """Bytes of the largest one."""
+        """Bytes of the largest split master."""
 
     def expect(self, flat: Flat) -> None:
         if flat.home.joins_master:
@@ -146,7 +146,7 @@ class _Masters:
 def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Item]:
     part = written_range(flat, fabric)
     pieces = flat.layout.pieces(part)
-    if fabric.rank == 0:  # parameters without elements have no piece; they are written all the same
+    if fabric.rank == 0:  # parameters without elements have no piece, but are written too
         dtype = flat.master_dtype if flat.trainable else flat.dtype
         for slot in flat.layout.slots:
             if 0 in slot.whole_shape:
@@ -231,7 +231,7 @@ def _storable(item: Item) -> Item:
 
 
 def _item(name: str, kind: str, shape: tuple[int, ...], region: Region, values: Tensor) -> Item:
-    """A range of a tensor that is there."""
+    """An item for a range whose values exist already."""
     return _storable(Item(Entry(name, kind, shape, region, values.dtype), lambda: values.detach().reshape(-1)))
 
 
@@ -247,7 +247,7 @@ def local_region(tensor: Tensor) -> Region:
 
 
 def writes_buffer(buffer: Tensor, fabric: Fabric) -> bool:
-    """Rank 0 writes buffers. A part of a divided buffer is written by the first rank that has it."""
+    """Whether this rank writes a buffer: rank 0 does. The first rank that has a part of a divided buffer writes it."""
     if parallel.divided(buffer):
         return fabric.shard_rank == 0 and fabric.replicas.rank == 0
     return fabric.rank == 0
@@ -329,7 +329,7 @@ def _about(runtime: Runtime) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> Any:
-    """A configuration as JSON values; None if there is none, or JSON cannot hold it."""
+    """A configuration as JSON values; None if there is none, or JSON cannot express it."""
     try:
         if hasattr(config, "to_json_string"):
             return json.loads(config.to_json_string())

@@ -1,7 +1,8 @@
-"""From a checkpoint to a folder as Hugging Face has it: safetensors shards, an index, a configuration.
+"""Exports a checkpoint in Hugging Face's format: safetensors shards, an index, a configuration.
 
-Tensor by tensor, in one process, without the model's code or its memory: no more than one tensor is ever whole. LoRA
-adapters, as PEFT names them, are taken out alone, or added to the weights that they adapt.
+The export runs in one process, tensor by tensor. It needs neither the model's code nor memory for the whole model: only
+one tensor at a time is whole. LoRA adapters, as PEFT names them, are exported alone, or added to the weights that they
+adapt.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from torch import Tensor
 from ..offload.host_buffers import round_to
 from .folder import candidates
 from .format import BUFFER, VALUE, CheckpointError, InvalidIndexError
-from .output import SHARD_BYTES, WEIGHTS, Output, Shards, Whole, as_json
+from .output import SHARD_BYTES, WEIGHTS, Output, Shards, WholeTensor, as_json
 from .read import CheckpointReader, read_index
 from .regions import Region, whole
 from .validate import check_about
 from .values import NAMED
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model that it wraps."""
+"""PEFT puts this before the names of the model that it wraps."""
 
 
 class Recipe(NamedTuple):
     """A tensor to be written, and how to make it when its turn comes."""
 
-    whole: Whole
+    whole: WholeTensor
     make: Callable[[], Tensor]
 
 
@@ -62,7 +63,7 @@ class Source:
         return VALUE if (name, VALUE) in self._index.places else BUFFER
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in which a tensor is exported: the one asked for, or the one that the model computed in."""
+        """The dtype in which a tensor is exported: the dtype asked for, or the dtype that the model computed in."""
         stored = self._index.dtype(name, self._kind(name))
         if self._kind(name) == BUFFER or not stored.is_floating_point:
             return stored
@@ -85,7 +86,7 @@ class Source:
     def recipe(self, name: str, new_name: str, origin: str | None = None) -> Recipe:
         """Exports a tensor under another name, with the values of ``origin`` if that is given."""
         dtype = self.dtype(name)
-        return Recipe(Whole(new_name, self.shape(name), dtype), lambda: self.read(origin or name, dtype))
+        return Recipe(WholeTensor(new_name, self.shape(name), dtype), lambda: self.read(origin or name, dtype))
 
 
 def export(
@@ -98,16 +99,16 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     config: Path | None = None,
 ) -> list[Path]:
-    """Writes a model as Hugging Face has them; returns the files.
+    """Writes the model of a checkpoint in Hugging Face's format; returns the files.
 
     Args:
         path: a checkpoint, or a folder of checkpoints, of which the newest is taken.
         out: the folder to write, which may be new. It must have no weights yet.
-        dtype: the dtype of the parameters. By default the one that the model computed in.
+        dtype: the dtype of the parameters. By default the dtype that the model computed in.
         adapter: write this LoRA adapter alone, for PEFT.
         merge: write the base model with its LoRA adapters added in.
         shard_bytes: the size of the largest file, unless one tensor is larger.
-        config: a configuration file to copy, in place of the one that the checkpoint has.
+        config: a configuration file to copy, in place of the checkpoint's own configuration.
 
     Raises:
         InvalidIndexError: the checkpoint's description of its model makes no sense.
@@ -139,7 +140,7 @@ def export(
         for name, text in configs.items():
             output.new(name, text)
         wholes = [recipe.whole for recipe in recipes]
-        if adapter is not None:  # PEFT knows no index
+        if adapter is not None:  # PEFT reads no index
             shards = Shards(output, wholes, sys.maxsize, "adapter_model")
         else:
             shards = Shards(output, wholes, shard_bytes)
@@ -240,7 +241,7 @@ def adapter_tensors(source: Source, adapter: Adapter) -> Iterator[Recipe]:
 
 
 def merged_tensors(source: Source, adapters: Sequence[Adapter], tied: bool) -> Iterator[Recipe]:
-    """The model's tensors, under the names that they have without PEFT, each with what adapters add to it."""
+    """The model's tensors with the changes of the adapters added, under the names that they have without PEFT."""
     names = set(source.names)
     for name in names:
         if tied and ".lora_embedding_" in name:
@@ -263,12 +264,12 @@ def merged_tensors(source: Source, adapters: Sequence[Adapter], tied: bool) -> I
         if saved:
             yield source.recipe(name, plain, saved[-1])
         else:
-            target = Whole(plain, source.shape(name), source.dtype(name))
+            target = WholeTensor(plain, source.shape(name), source.dtype(name))
             yield Recipe(target, partial(_merged, source, name, adapters, names))
 
 
 def _merged(source: Source, name: str, adapters: Sequence[Adapter], names: set[str]) -> Tensor:
-    """A tensor with what adapters add to it."""
+    """A tensor with the changes of the adapters added."""
     module, _, leaf = name.rpartition(".base_layer.")
     if not module or leaf != "weight":
         return source.read(name)

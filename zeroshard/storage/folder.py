@@ -1,7 +1,7 @@
-"""Folders of checkpoints: where a new one is written, who writes there, which is the newest, and which may go.
+"""Folders of checkpoints: where a new one is written, who writes there, which is the newest, which are removed.
 
 A checkpoint is written under a hidden name, and takes its own name when it is complete. A checkpoint that is replaced
-stays until then. Whatever a crash leaves, one of the two is complete.
+stays until then. After a crash at any moment, one of the two is complete.
 
 A folder takes another hidden name before its files are removed. Nobody loads it by that name, and the next save
 finishes a removal that a crash interrupted.
@@ -39,15 +39,15 @@ _REMOVING = re.compile(r"\.zeroshard\.[0-9a-f]{16}\.removing")
 # -- who writes into a folder -----------------------------------------------------------------------------------------
 
 _own: set[str] = set()
-"""Names of the folders that this process writes into; every name has a token. Nothing may open the locked files in them
-a second time: when any descriptor of a file is closed, the system gives back the lock that the process has on it."""
+"""Names of the folders that this process writes into; every name has a token. The locked files in these folders must
+not be opened a second time: when any descriptor of a file is closed, the system gives back the process's lock on it."""
 
 
 class FolderClaim:
     """A new folder that this process writes into, until ``release``.
 
-    A file in the folder is locked. The system gives the lock back when the process ends, however it ends. So what a
-    killed job leaves is known as such at once.
+    A file in the folder is locked. The system gives the lock back when the process ends, however it ends. So a folder
+    that a killed job has left is known at once.
 
     Where a file system has no locks, nothing prevents two jobs from saving to one path. They still never mix: each has
     a folder of its own, and the job whose folder the other one removes fails.
@@ -81,7 +81,7 @@ class FolderClaim:
 
 
 def _lock(descriptor: int, kind: int) -> OSError | None:
-    """Locks a file. Returns why it cannot be locked; None if it is."""
+    """Locks a file. Returns why the file cannot be locked; None if it is locked."""
     try:
         fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -93,7 +93,7 @@ def is_claimed(folder: Path) -> bool:
     """True if somebody writes into a folder: this process, or another one."""
     if folder.name in _own:
         return True
-    try:  # opened to read, which is enough for a shared lock; no pipe is waited for, and no link followed
+    try:  # a shared lock needs a file that is open for reading; waits for no pipe, follows no link
         descriptor = os.open(folder / CLAIM, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         return isinstance(error, PermissionError)  # the file of another user
@@ -104,13 +104,13 @@ def is_claimed(folder: Path) -> bool:
 
 
 def is_left(folder: Path) -> bool:
-    """True if a process wrote into a folder and has ended. In doubt, somebody still writes."""
+    """True if a process wrote into a folder and has ended. False if that is not certain."""
     # The process writes its name after it has the lock, so the name is looked for before the lock.
     return folder.name not in _own and bool(_writer(folder)) and not is_claimed(folder)
 
 
 def _writer(folder: Path) -> str:
-    """The name of the process that writes into a folder, or wrote; empty if nobody knows."""
+    """The name of the process that writes, or wrote, into a folder; empty if it is not known."""
     try:
         with open_plain(folder / CLAIM) as file:
             return file.read(LARGEST_MARKER).decode(errors="replace")
@@ -127,7 +127,7 @@ def partial_of(path: Path, token: str) -> Path:
 
 
 def _partials_of(path: Path) -> list[Path]:
-    """Folders of saves to this path: those that go on, and those that a crash has left."""
+    """Folders of saves to this path: of saves that go on, and of saves that a crash has ended."""
     with contextlib.suppress(OSError):
         found = [(_PARTIAL.fullmatch(name), path.with_name(name)) for name in sorted(os.listdir(path.parent))]
         return [folder for match, folder in found if match is not None and match[1] == path.name]
@@ -202,7 +202,7 @@ def publish(partial: Path, path: Path) -> None:
 def clear(partial: Path) -> None:
     """Removes what a failed save has written, on rank 0, when no rank writes any more.
 
-    A folder that lacks nothing but its name stays: it is a checkpoint, and ``load()`` finds it.
+    A folder that is complete and only lacks its final name stays: it is a checkpoint, and ``load()`` finds it.
     """
     if not has_marker(partial):
         with contextlib.suppress(OSError):
@@ -212,20 +212,20 @@ def clear(partial: Path) -> None:
 # -- checkpoints that are there ---------------------------------------------------------------------------------------
 
 
-class Complete(NamedTuple):
+class CompleteCheckpoint(NamedTuple):
     """A complete checkpoint."""
 
     folder: Path
     marker: Marker
 
 
-def _sorted(folders: Iterable[Path]) -> tuple[list[Complete], list[Path]]:
-    """The complete checkpoints among folders, the newest first; and those with a damaged marker."""
+def _sorted(folders: Iterable[Path]) -> tuple[list[CompleteCheckpoint], list[Path]]:
+    """The complete checkpoints among folders, the newest first; and the folders with a damaged marker."""
     complete, damaged = [], []
     for folder in folders:
         try:
             if (marker := read_marker(folder)) is not None:
-                complete.append(Complete(folder, marker))
+                complete.append(CompleteCheckpoint(folder, marker))
         except CheckpointError:
             damaged.append(folder)
     complete.sort(key=lambda one: (one.marker.saved_ns, one.marker.steps), reverse=True)
@@ -233,7 +233,7 @@ def _sorted(folders: Iterable[Path]) -> tuple[list[Complete], list[Path]]:
 
 
 def _folders_in(parent: Path) -> list[Path]:
-    """The folders in a folder, without those that are being removed. Raises OSError."""
+    """The folders in a folder, without folders that are being removed. Raises OSError."""
     return [
         Path(entry.path)
         for entry in _entries_of(parent)
@@ -241,7 +241,7 @@ def _folders_in(parent: Path) -> list[Path]:
     ]
 
 
-def complete_in(parent: Path) -> list[Complete]:
+def complete_in(parent: Path) -> list[CompleteCheckpoint]:
     """The complete checkpoints in a folder, the newest first."""
     try:
         return _sorted(_folders_in(parent))[0]
@@ -250,7 +250,7 @@ def complete_in(parent: Path) -> list[Complete]:
 
 
 def candidates(path: Path) -> list[Path]:
-    """The checkpoints that ``load(path)`` may read, the best first: the one at the path, or those in a folder.
+    """The checkpoints that ``load(path)`` may read, the best first: the path itself, or the checkpoints in it.
 
     Folders with a damaged marker come first, as each may be the newest. Reading such a folder raises and names it.
 
@@ -271,14 +271,14 @@ def candidates(path: Path) -> list[Path]:
 
 
 def time_after(parent: Path, now_ns: int) -> int:
-    """The time of a new checkpoint: later than that of all others in the folder, even if a clock was set back."""
+    """The time of a new checkpoint: later than all others in the folder, even if a clock was set back."""
     return min(LATEST_NS, max([now_ns, *(one.marker.saved_ns + 1 for one in complete_in(parent))]))
 
 
 def keep_newest(path: Path, count: int) -> None:
     """Leaves the checkpoint just saved and the newest others in its folder, ``count`` in all; on rank 0.
 
-    Also removes what killed saves to other paths have left incomplete. What somebody still writes stays.
+    Also removes incomplete folders that killed saves to other paths have left. A folder that is being written stays.
     """
     others = [one.folder for one in complete_in(path.parent) if one.folder != path]
     with contextlib.suppress(OSError):
@@ -310,14 +310,14 @@ def _hidden(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint. Files that somebody else has put there stay, and then the folder stays, with its name."""
+    """Removes a checkpoint. If somebody else has put files there, they stay, and the folder stays under its name."""
     if all(map(_is_own, _entries_of(folder))):
         folder = folder.rename(_hidden(folder))
     _empty(folder)
 
 
 def _finish_removals(parent: Path) -> None:
-    """Finishes removals that a crash has interrupted. A removal that still goes on takes no harm."""
+    """Finishes removals that a crash has interrupted. Does not disturb a removal that goes on."""
     with contextlib.suppress(OSError):
         for entry in _entries_of(parent):
             if _REMOVING.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
@@ -328,7 +328,7 @@ def _finish_removals(parent: Path) -> None:
 def _empty(folder: Path) -> None:
     """Removes a checkpoint's files. The marker goes first: a folder that lacks a file must not look complete."""
     (folder / MARKER).unlink(missing_ok=True)
-    for entry in _entries_of(folder):  # in order of names: as long as a rank's file is there, all are known as ours
+    for entry in _entries_of(folder):  # by name: rank files go last, and show that the other files are ours
         if _is_own(entry):
             Path(entry.path).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not empty

@@ -3,15 +3,15 @@
     folder/
       rank-00000.safetensors   the ranges that rank 0 wrote, readable by any safetensors tool
       ...                      one file for every rank
-      index.json               of every rank: what each range is, where it lies, its checksums; and all that is no range
+      index.json               of every rank: what each range is, where it lies, its checksums; and all other values
       COMPLETE                 the marker, written last: size and checksum of the index, and a checksum of its own
 
 While a save goes on, each rank tells rank 0 in ``rank-00000.json`` what it wrote, or why it failed. Rank 0 puts these
 parts together to the index and removes them.
 
-The small format has a reason. Of torch's own ``torch.distributed.checkpoint``, the plain metadata is a pickle. Its
-safetensors storage turns what is no tensor into a pickle inside a ``.safetensors`` file. It has no checksums, and no
-marker that tells a complete checkpoint from one that a crash cut short.
+Why not torch's own ``torch.distributed.checkpoint``? Its plain metadata is a pickle. Its safetensors storage turns
+every value that is not a tensor into a pickle inside a ``.safetensors`` file. It has no checksums, and no marker that
+tells a complete checkpoint from a save that a crash ended.
 
 A stored range is found by the parameter's name, the *kind* of state, and its elements of the whole parameter. Its place
 in a flat is not stored, so padding, units, stage and world size leave no trace.
@@ -52,9 +52,9 @@ LARGEST_HEADER = 100_000_000
 MOST_DIMENSIONS = 64
 """Dimensions that torch itself allows."""
 CHUNK = 8 << 20
-"""Bytes of a range that one checksum is for. A reader of a part of a range checks little more than that part."""
+"""Bytes of a range that share one checksum. So a reader of a part of a range checks little more than that part."""
 LATEST_NS = 2**62
-"""The year 2116. No clock shows a later time, and a save must still be able to come after every other one."""
+"""The year 2116: the latest time that a marker may have. A new save must always get a later time than all others."""
 
 VALUE = "value"
 """Kind of the parameter itself: the fp32 master where there is one, which the 16-bit parameter is rounded from."""
@@ -76,7 +76,7 @@ SAFETENSORS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that a checkpoint can hold, by the names that safetensors has for them."""
+"""The dtypes that a checkpoint can contain, by the names that safetensors has for them."""
 DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 
@@ -126,11 +126,11 @@ class Entry(NamedTuple):
     """A range on disk, as the index has it."""
 
     name: str
-    """Of the parameter or buffer, as ``named_parameters()`` has it."""
+    """Name of the parameter or buffer, as in ``named_parameters()``."""
     kind: str
     """``VALUE``, ``BUFFER``, ``state_kind(...)`` and so on."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     region: Region
     """Which elements of the parameter the range has."""
     dtype: torch.dtype
@@ -210,9 +210,9 @@ class Part:
     """Bytes of the header, its length included."""
     entries: tuple[Entry, ...]
     scalars: Mapping[str, Any]
-    """By parameter, optimizer state that belongs to the parameter as a whole, such as the step."""
+    """By parameter: optimizer states that belong to the parameter as a whole, such as the step."""
     values: Mapping[str, Any]
-    """This rank's other state: random state, loader; of rank 0 also what all ranks share."""
+    """This rank's other states: random state and loader. Rank 0 also has the values that all ranks share."""
 
     def to_json(self) -> dict[str, Any]:
         """The part in an index."""
@@ -241,7 +241,7 @@ class Part:
 
 
 def count(value: object) -> int:
-    """Returns a value that is a count. Raises ValueError for any other."""
+    """Returns the value if it is a count: a whole number, 0 or more. Raises ValueError if it is not."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is no count")
     return value
@@ -265,7 +265,7 @@ def safetensors_header(
     """The header of a safetensors file: its length, then JSON, padded so that the data starts on a boundary.
 
     Args:
-        tensors: of each tensor the name, the dtype, the shape, and the first byte, counted from the header's end.
+        tensors: for each tensor its name, its dtype, its shape, and its first byte, counted from the header's end.
         metadata: any strings.
     """
     table: dict[str, Any] = {"__metadata__": metadata}
@@ -280,8 +280,8 @@ def safetensors_header(
 class Marker(NamedTuple):
     """The marker of a complete checkpoint: which index belongs to it, and how new it is.
 
-    A folder without a marker is what a killed save leaves, and is passed over. A marker that is not as it was written
-    is damage. Damage is never taken for a save that did not end: an older checkpoint would be loaded in silence.
+    A killed save leaves a folder without a marker. Such a folder is ignored. A folder whose marker cannot be read is
+    damaged. It is never ignored: otherwise an older checkpoint would be loaded silently.
     """
 
     index_bytes: int

@@ -1,4 +1,4 @@
-"""``zeroshard.load``: every rank reads what it needs, whatever the setup that wrote the checkpoint."""
+"""``zeroshard.load``: every rank reads the elements that it needs, from a checkpoint of any setup."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(
         optimizer: the optimizer that ``shard()`` returned. Without it only the model is loaded.
         scheduler: gets its state back, if one was saved.
         loader: gets this rank's position back. On another number of ranks that works if all ranks saved the same.
-        allow_older: in a folder of checkpoints, if the newest is damaged, say so and take the one before.
+        allow_older: in a folder of checkpoints, if the newest is damaged, say so and take the next older checkpoint.
         random: also set the random generators. If the number of ranks of tensor parallelism changed, these ranks get
             the same state. Parts of the data that the saved run did not have begin with numbers of their own.
 
@@ -93,7 +93,7 @@ def read_extra(path: str | os.PathLike[str]) -> Any:
 
 
 class _DamagedError(Exception):
-    """A checkpoint is damaged; all ranks know."""
+    """A checkpoint is damaged. It is raised on all ranks."""
 
 
 def _load(
@@ -127,7 +127,11 @@ def _load(
 
 @contextmanager
 def _usable(fabric: Fabric, after: str) -> Iterator[None]:
-    """All ranks come to the end of a block, or all raise the same: damage, or an error that no older one would mend."""
+    """Either all ranks come to the end of the block, or all raise the same error.
+
+    The error is ``_DamagedError`` if the checkpoint is damaged: an older checkpoint may help. Any other error is a
+    ``CheckpointError``: an older checkpoint would not help.
+    """
     problem = None
     try:
         yield
@@ -159,7 +163,7 @@ class _Values(NamedTuple):
     extra: Any
     random: dict[str, Any]
     predecessor: random_state.Predecessor
-    """The rank of the run that saved whose loader and random numbers these are."""
+    """The rank of the saved run that had this loader position and these random numbers."""
 
     @classmethod
     def read(cls, reader: CheckpointReader, fabric: Fabric) -> _Values:
@@ -183,7 +187,7 @@ class _Values(NamedTuple):
         """Tries the random state."""
         try:
             random_state.check(self.random, device)
-        except Exception as error:  # of any type: it comes from three libraries
+        except Exception as error:  # three libraries raise errors of any type
             raise InvalidIndexError(
                 f"{file}: random of rank {self.predecessor.rank} is no state of random generators, "
                 f"{type(error).__name__}: {error}; load it with random=False"
@@ -250,7 +254,7 @@ def _fill(reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimize
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
-    """Copies into a tensor, also into one made by ``expand()``, whose elements along a dimension are one in memory."""
+    """Copies values into a tensor. The tensor may be made by ``expand()``, so that elements share memory."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -282,13 +286,13 @@ def _fill_states(reader: CheckpointReader, flat: Flat, optimizer: ShardedOptimiz
 def _read_range(reader: CheckpointReader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
     for piece in flat.layout.pieces(part):
         name = name_of(flat.layout.slots[piece.slot].name)
-        # The saved run may have had other units, so of two parameters in a flat perhaps one alone has an older value.
+        # The saved run may have had other units. So perhaps only some parameters of this flat have an older value.
         stored = kind if (name, kind) in reader.index.places else VALUE
         reader.read(name, stored, region_of(flat, piece), target[piece.offset : piece.offset + piece.numel])
 
 
 def _publish(runtime: Runtime, older: dict[Flat, Tensor]) -> None:
-    """Shows the loaded parameters: those that the next step runs on."""
+    """Shows the loaded parameters. With a held update these are the older ones, which the next step runs on."""
     for flat in _flats(runtime):
         if flat not in older:
             flat.publish()

@@ -1,4 +1,4 @@
-"""Whole tensors on disk as Hugging Face has them: safetensors files of limited size, and an index for several files.
+"""Writes whole tensors in Hugging Face's format: safetensors files of limited size, and an index for several files.
 
 ``Output`` makes files appear together: they are written into a hidden folder, and move out of it when nothing is
 missing. ``Shards`` knows where every byte goes before the first is written. So tensors may come one by one and in any
@@ -44,7 +44,7 @@ class Output:
         self._shown: list[Path] = []
         self._done = False
         self._irrevocable = False
-        """The files of before are gone. From then on the new files stay, whatever happens."""
+        """The old files are removed. From then on the new files stay, whatever happens."""
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +78,7 @@ class Output:
         for name in self._names:
             with open(self._hidden(name), "rb") as opened:
                 os.fsync(opened.fileno())
-        for file in self._replaced:  # first: a mixture of two models must not look like one, whatever happens now
+        for file in self._replaced:  # before new files appear: files of two models must never be there together
             file.unlink(missing_ok=True)
             self._irrevocable = True
         for name in self._names:
@@ -135,13 +135,13 @@ class Output:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what writers that were killed have left."""
+    """Removes the files of writers that were killed."""
     for name in os.listdir(folder):
         if _HIDDEN.fullmatch(name) and is_left(folder / name):
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
-class Whole(NamedTuple):
+class WholeTensor(NamedTuple):
     """A tensor that will be written."""
 
     name: str
@@ -158,7 +158,7 @@ class Shards:
 
     >>> import tempfile
     >>> with Output(Path(tempfile.mkdtemp())) as output:
-    ...     shards = Shards(output, [Whole("bias", (3,), torch.float32)])
+    ...     shards = Shards(output, [WholeTensor("bias", (3,), torch.float32)])
     ...     shards.write("bias", torch.ones(3))
     ...     shards.finish()
     >>> [file.name for file in output.files]
@@ -166,11 +166,11 @@ class Shards:
     """
 
     def __init__(
-        self, output: Output, tensors: Sequence[Whole], shard_bytes: int = SHARD_BYTES, stem: str = "model"
+        self, output: Output, tensors: Sequence[WholeTensor], shard_bytes: int = SHARD_BYTES, stem: str = "model"
     ) -> None:
         self._output, self._stem = output, stem
         self._total = sum(tensor.nbytes for tensor in tensors)
-        self._places: dict[str, tuple[Whole, Path, int]] = {}
+        self._places: dict[str, tuple[WholeTensor, Path, int]] = {}
         """By tensor, its file, and its first byte there."""
         self._weight_map: dict[str, str] = {}
         """By tensor, the name of its file; empty if there is one file only."""
@@ -204,8 +204,8 @@ class Shards:
             self._output.new(f"{self._stem}.safetensors.index.json", as_json(index))
 
 
-def _groups(tensors: Sequence[Whole], shard_bytes: int) -> list[list[Whole]]:
-    groups: list[list[Whole]] = [[]]
+def _groups(tensors: Sequence[WholeTensor], shard_bytes: int) -> list[list[WholeTensor]]:
+    groups: list[list[WholeTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if groups[-1] and size + tensor.nbytes > shard_bytes:
@@ -216,7 +216,7 @@ def _groups(tensors: Sequence[Whole], shard_bytes: int) -> list[list[Whole]]:
     return groups
 
 
-def _header(tensors: Sequence[Whole]) -> tuple[bytes, dict[str, int]]:
+def _header(tensors: Sequence[WholeTensor]) -> tuple[bytes, dict[str, int]]:
     """The header of a file, and where each tensor lies behind it: the widest first, so that all are aligned."""
     table, offset = [], 0
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):

@@ -1,8 +1,8 @@
 """The random number generators of one rank: read, and set again.
 
 Ranks that divide a model (tensor parallelism) commonly draw the same numbers: a tensor that each of them has whole
-must be the same on all, such as the mask of a dropout between their matrices. So where the run that loads has its ranks
-arranged otherwise than the run that saved, one state goes to all ranks that have the same part of the data.
+must be the same on all, such as the mask of a dropout between their matrices. So if the run that loads arranges its
+ranks differently than the saved run, all ranks that have the same part of the data get one state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Seat(NamedTuple):
 
 
 class Predecessor(NamedTuple):
-    """The rank of the run that saved whose state a rank of this run takes."""
+    """The rank of the saved run whose state a rank of this run takes."""
 
     rank: int
     new: bool
@@ -64,7 +64,7 @@ def read(device: torch.device) -> dict[str, Any]:
 
 
 def check(state: dict[str, Any], device: torch.device) -> None:
-    """Raises an error of any type where ``restore`` or ``begin_anew`` would. Leaves the generators as they are."""
+    """Raises if ``restore`` or ``begin_anew`` would raise, an error of any type. Leaves the generators as they are."""
     before = read(device)
     try:
         restore(state, device)

@@ -35,11 +35,11 @@ from .format import (
     read_marker,
     tensor_kind,
 )
-from .regions import Overlap, Region, Strided, flaw, overlaps
+from .regions import BoxStrides, Overlap, Region, flaw, overlaps
 from .write import bytes_of
 
 OPEN_FILES = 32
-"""Files that are mapped at once: each takes a descriptor, and a run may have had more ranks than there are."""
+"""Most files that are mapped at a time: each takes a descriptor, and a run may have more ranks than descriptors."""
 REMEMBERED_CHUNKS = 4096
 """Chunks that are remembered as good, for a range that several pieces need."""
 
@@ -57,9 +57,9 @@ class Index:
     def __init__(self, folder: Path, token: str, parts: Sequence[Part]) -> None:
         self.folder, self.token, self.parts = folder, token, tuple(parts)
         self.places: dict[tuple[str, str], list[Location]] = {}
-        """By name and kind, where the ranges are."""
+        """Where the ranges are, by name and kind."""
         self.kinds: dict[str, list[str]] = {}
-        """By parameter, the kinds that are stored of it."""
+        """The kinds that are stored, by parameter."""
         self.scalars: dict[str, Any] = {}
         for part in parts:
             self.scalars |= part.scalars
@@ -181,7 +181,7 @@ class CheckpointReader:
         if overlap.theirs.strides != (1,):
             source = self._elements(rank, entry, start, stop)
             _view(target, overlap.shape, overlap.mine).copy_(
-                _view(source, overlap.shape, Strided(0, overlap.theirs.strides))
+                _view(source, overlap.shape, BoxStrides(0, overlap.theirs.strides))
             )
             return
         step = CHUNK // entry.dtype.itemsize
@@ -237,12 +237,12 @@ def _opened(index: Index, part: Part) -> Iterator[BinaryIO]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _view(values: Tensor, shape: tuple[int, ...], place: Strided) -> Tensor:
+def _view(values: Tensor, shape: tuple[int, ...], place: BoxStrides) -> Tensor:
     return values.as_strided(shape, place.strides, values.storage_offset() + place.offset)
 
 
 def _what_it_is(start: bytes, token: str) -> str:
-    """Says what a file is whose header is not the expected one."""
+    """Says what a file with an unexpected header is."""
     if start[:1] == b"\x80" or start[:2] == b"PK":
         return "is a pickle or an archive, not safetensors; such files are never loaded"
     try:

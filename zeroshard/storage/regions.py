@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     offset: int
 
 
-class Strided(NamedTuple):
+class BoxStrides(NamedTuple):
     """Where the elements of a box lie in a region."""
 
     offset: int
@@ -62,8 +62,8 @@ class Overlap(NamedTuple):
     """The elements that two regions have in common, as a box in the memory of each."""
 
     shape: tuple[int, ...]
-    mine: Strided
-    theirs: Strided
+    mine: BoxStrides
+    theirs: BoxStrides
 
 
 def whole(shape: Sequence[int]) -> Sides:
@@ -105,7 +105,7 @@ def _cuts(sides: Sides, start: int, stop: int, shift: int, before: Sides) -> Ite
     (low, _), *rest = sides
     inner = tuple(rest)
     row = numel_of(inner)
-    first, last = start // row, stop // row  # the whole rows of the range are those from first (or the next) to last
+    first, last = start // row, stop // row  # whole rows of the range begin at first, or at the row after it
 
     def part_of_row(number: int, begin: int, end: int) -> Iterator[Cut]:
         here = (low + number, low + number + 1)
@@ -125,7 +125,7 @@ def overlaps(mine: Region, theirs: Region) -> Iterator[Overlap]:
     if mine.sides == theirs.sides:  # the usual case: a range of a range
         start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
         if start < stop:
-            yield Overlap((stop - start,), Strided(start - mine.start, (1,)), Strided(start - theirs.start, (1,)))
+            yield Overlap((stop - start,), BoxStrides(start - mine.start, (1,)), BoxStrides(start - theirs.start, (1,)))
         return
     if intersect(mine.sides, theirs.sides) is None:
         return
@@ -136,11 +136,11 @@ def overlaps(mine: Region, theirs: Region) -> Iterator[Overlap]:
                 yield Overlap(shape_of(common), _strided(common, cut), _strided(common, other))
 
 
-def _strided(sides: Sides, cut: Cut) -> Strided:
+def _strided(sides: Sides, cut: Cut) -> BoxStrides:
     """Where a box inside a cut lies in the region that was cut."""
     strides = contiguous_strides(shape_of(cut.sides))
     steps = (start - low for (start, _), (low, _) in zip(sides, cut.sides, strict=True))
-    return Strided(cut.offset + sum(step * stride for step, stride in zip(steps, strides, strict=True)), strides)
+    return BoxStrides(cut.offset + sum(step * stride for step, stride in zip(steps, strides, strict=True)), strides)
 
 
 def flaw(shape: Sequence[int], regions: Iterable[Region]) -> str | None:

@@ -103,7 +103,7 @@ def save(
             if claim is not None:
                 claim.discard()
             raise
-        # All ranks block or none does: the others would wait in the next step for those that do.
+        # All ranks block or none does: in the next step, the other ranks would wait for ranks that block.
         if asynchronous and (why := _why_blocking(size, lacking, [text for _, text in begin.all])):
             _say(fabric, f"zeroshard: {why}, so this save blocks")
             asynchronous = False
@@ -125,9 +125,9 @@ class Answers:
 
 @contextmanager
 def together(fabric: Fabric) -> Iterator[Answers]:
-    """All ranks come to the end of a block, or all raise: one that left alone would make the others wait. Collective.
+    """Either all ranks come to the end of a block, or all raise: otherwise some ranks would wait forever. Collective.
 
-    A rank raises its own error. The others raise CheckpointError with its text.
+    A rank raises its own error. The other ranks raise CheckpointError with the text of that error.
     """
     answers, problem = Answers(), None
     try:
@@ -145,7 +145,7 @@ def together(fabric: Fabric) -> Iterator[Answers]:
 
 
 def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
-    """Has rank 0 do work that may take longer than ranks wait for each other. Raises on all ranks if it fails."""
+    """Runs work on rank 0 that may take longer than ranks wait for each other. Raises on all ranks if it fails."""
     done, problems = threading.Event(), []
 
     def run() -> None:
@@ -167,7 +167,7 @@ def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
 
 
 def _why_blocking(size: int, lacking: int, no_memory: Sequence[str | None]) -> str | None:
-    """Why there is not enough memory for a snapshot on every rank; None if there is."""
+    """Why a rank has not enough memory for a snapshot; None if every rank has."""
     if lacking > 0:
         return f"a snapshot takes {size / 2**30:.2f} GiB of host memory a rank, {lacking / 2**30:.2f} GiB too much"
     for rank, text in enumerate(no_memory):
@@ -192,7 +192,7 @@ def snapshots_of(model: nn.Module) -> Snapshots:
 
 
 def check_optimizer(runtime: Runtime, optimizer: object, what: str) -> None:
-    """The optimizer must be this model's."""
+    """Raises if the optimizer is not this model's."""
     if optimizer is not None and optimizer is not runtime.optimizer:
         raise ValueError(f"{what}(): this optimizer is not the model's; pass both as zeroshard.shard() returned them")
 

@@ -41,13 +41,13 @@ def decoded(file: Path, value: Any, where: str, large: Callable[[str], Tensor]) 
 
 
 def no_tensor(name: str) -> Tensor:
-    """For values in which no tensor is large."""
+    """Raises. Given to ``decoded`` for values that have no large tensor."""
     raise EncodingError(f"there is a large tensor, {name!r}, where none can be")
 
 
 @dataclass(frozen=True)
 class Node:
-    """A value of an index, and where it stands there. A method that finds another value than it must find raises."""
+    """A value of an index, and where it stands there. A method raises if the value is not what the method asks for."""
 
     file: Path
     where: str
@@ -93,7 +93,7 @@ class Node:
         self.must(type(self.value) is int and 0 <= self.value < 2**63, "a count")
 
     def number(self, *, finite: bool = True) -> Any:
-        """A number; also one in a tensor of one element."""
+        """A number, or a tensor of one element."""
         value = self.value
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             value = value.item()
@@ -180,7 +180,7 @@ def _check_states(index: Index, name: str, scalars: Node, expected: tuple[str, .
     where = f"scalars of {name!r}"
     own = Node(scalars.file, where, decoded(scalars.file, scalars.value.get(name, {}), where, no_tensor))
     own.table()
-    if expected is None:  # only an optimizer that is not torch's own knows its states
+    if expected is None:  # not torch's own optimizer: its states are not known here
         return
     for kind in moments.values():
         _check_floating(index, name, kind)

@@ -31,7 +31,7 @@ LARGEST_INT_BITS = 14_000
 
 
 class EncodingError(ValueError):
-    """A value cannot be written as JSON, or JSON stands for no value."""
+    """A value cannot be written as JSON, or some JSON cannot be read as a value."""
 
 
 def encode(value: object, where: str, large: Callable[[Tensor], str], depth: int = 0) -> Any:

@@ -30,7 +30,7 @@ NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno
 
 
 def write_part(folder: Path, token: str, rank: int, contents: Contents) -> None:
-    """Writes a rank's data file to the disk. Then tells rank 0 what the file holds."""
+    """Writes a rank's data file to the disk. Then tells rank 0 what is in the file."""
     entries, offset = [], 0
     for item in contents.items:
         entries.append(item.entry.stored(offset))
@@ -59,7 +59,7 @@ def write_part(folder: Path, token: str, rank: int, contents: Contents) -> None:
 
 @contextlib.contextmanager
 def _named(file: Path) -> Iterator[None]:
-    """Puts the file's name into an error of an open file: the system leaves it out."""
+    """Puts the file's name into an error of an open file: the system does not name the file."""
     try:
         yield
     except OSError as error:
@@ -75,9 +75,10 @@ def remedy_of(error: BaseException) -> str:
 
 
 class _Flusher:
-    """Has the disk write what is there while the rest is still being read and summed.
+    """Makes the disk write early bytes while later bytes are still being read and checksummed.
 
-    A thread for each flush: an executor takes no work once the interpreter begins to end, and a save goes on then.
+    Each flush has a thread of its own: a thread pool takes no work once the interpreter begins to end, but a save goes
+    on then.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -92,7 +93,7 @@ class _Flusher:
             return
         self._unflushed = 0
         thread = threading.Thread(target=self._flush, name="zeroshard flush", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread starts as the interpreter ends: the last flush has it all
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, so no thread starts: the last flush does it
             thread.start()
             self._thread = thread
 
@@ -108,7 +109,7 @@ class _Flusher:
             self._thread.join()
 
     def finish(self) -> None:
-        """Raises if a flush failed: the system reports a failed write once, so the last flush would not know of it."""
+        """Raises if a flush failed: the system reports a failed write only once, so the last flush would succeed."""
         self.close()
         if self._error is not None:
             raise self._error
@@ -164,7 +165,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in NO_FOLDER_SYNC:  # above all EIO: then a name is lost that was thought safe
+        if error.errno not in NO_FOLDER_SYNC:  # above all EIO: the name of a file may be lost
             raise OSError(
                 error.errno, f"{error.strerror}, when its names were to be made durable", str(folder)
             ) from error

@@ -1,6 +1,7 @@
 """Facts about the machine and about torch that all other rooms build on.
 
-This room knows no model and no rank. ``machine`` reads hardware and environment, ``compat`` has every private name of
-torch, ``trace`` records what ran when. ``structures`` finds tensors inside structures, ``hook`` attaches functions to
-models, ``sizes`` prints bytes. Other rooms use all of these files. Read ``machine`` first.
+This room knows no model and no rank. ``machine`` reads hardware and environment, ``cores`` chooses the cores of the
+host optimizer, ``allocator`` sets torch's GPU allocator, ``compat`` has every private name of torch, ``trace`` records
+what ran when. ``structures`` finds tensors inside structures, ``hook`` attaches functions to models, ``sizes`` prints
+bytes. Other rooms use all of these files. Read ``machine`` first.
 """

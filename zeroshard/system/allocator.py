@@ -1,8 +1,8 @@
 """Memory that does not fragment: torch's expandable segments, turned on for this process (ZeRO's M_D).
 
-Torch's allocator reserves GPU memory in segments and hands out pieces of them. A tensor that lives long between many
-that do not leaves free pieces on both sides, and a large tensor may fit none of them. An expandable segment grows at
-its end instead, so that one segment holds all tensors and its free memory lies in fewer, larger pieces.
+Torch's allocator reserves GPU memory in segments and hands out pieces of them. If a tensor lives longer than its
+neighbours, free pieces remain on both sides of it, and a large tensor may fit into none of them. An expandable segment
+grows at its end instead. So one segment contains all tensors, and its free memory lies in fewer, larger pieces.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ VARIABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 def defragment(device: torch.device) -> None:
     """Turns expandable segments on; raises where that would have no effect or comes too late."""
     if device.type != "cuda":
-        raise ValueError("defragment=True has no effect on a CPU, where torch keeps no free memory; leave it out")
+        raise ValueError("defragment=True has no effect on a CPU, where torch reserves no memory; leave it out")
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise ValueError(f"defragment=True has no effect on the {backend} allocator; leave one of them out")
     if compat.segments_expand():
         return
-    torch.cuda.empty_cache()  # segments that nothing uses any more
+    torch.cuda.empty_cache()  # gives back segments that nothing uses any more
     reserved = torch.cuda.memory_reserved(device)
     if reserved:
         raise ValueError(

@@ -78,7 +78,7 @@ def version(tensor: Tensor) -> int:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of a module itself by name, also those that are None. Faster than ``named_buffers()``."""
+    """The buffers of a module itself by name, also buffers that are None. Faster than ``named_buffers()``."""
     return module._buffers
 
 
@@ -103,7 +103,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor itself, not a view of it as ``to_local()`` returns. Other tensors are returned."""
+    """The local part of a DTensor itself, not a view as ``to_local()`` returns. Other tensors stay as they are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -312,7 +312,7 @@ def wrap_conversion(module: nn.Module, wrap: Callable[[Callable[..., nn.Module]]
 
 
 def count_attributes(module: nn.Module) -> int:
-    """How many attributes a module has, without the one that ``wrap_conversion`` sets."""
+    """How many attributes a module has, without the attribute that ``wrap_conversion`` sets."""
     attributes = vars(module)
     return len(attributes) - ("_apply" in attributes)
 

@@ -1,7 +1,7 @@
 """Which cores the host optimizer's threads of this rank may use.
 
-torchrun sets OMP_NUM_THREADS=1 to keep ranks from crowding each other; taking that for an answer would leave most of
-the memory's bandwidth unused. So cores are counted, and divided among the ranks of this machine.
+torchrun sets OMP_NUM_THREADS=1, so that ranks do not compete for cores. With one thread, most of the memory's bandwidth
+would be unused. So this module counts the cores, and divides them among the ranks of this machine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Share:
 
     threads: int
     cores: tuple[int, ...]
-    """One for each thread to be bound to; empty where they should float."""
+    """One core for each thread to be bound to; empty if threads are not bound."""
 
 
 def share(threads: int | None = None) -> Share:
-    """As many threads as asked for, or as this rank has cores: those allowed, divided by the ranks on this machine."""
+    """This rank's threads and cores. By default one thread for each usable core, divided by the ranks here."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads={threads!r} must be a whole number, at least 1")
     allowed = sorted(os.sched_getaffinity(0))
@@ -31,8 +31,8 @@ def share(threads: int | None = None) -> Share:
     rank = _variable("LOCAL_RANK", 0) % ranks
     mine = allowed[rank * len(allowed) // ranks : (rank + 1) * len(allowed) // ranks]
     count = threads or max(1, usable // ranks)
-    # Bound only where every thread has a core of its own. A quota is no right to certain cores: containers that each
-    # took the first ones would crowd those.
+    # Threads are bound only if each has a core of its own. With a quota they are not bound: several containers would
+    # all take the first cores.
     exact = usable == len(allowed) and count <= len(mine)
     return Share(count, tuple(mine[:count]) if exact else ())
 

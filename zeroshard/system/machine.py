@@ -26,8 +26,8 @@ ISA_VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
 ISA_WITHOUT_AMX: Final = "AVX512_CORE_BF16"
 _ISA_VARIABLES: Final = (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")  # oneDNN still reads its old name too
 
-# Large enough that torch hands the product to oneDNN, which gets none below 16³. The fault is expected, so the child
-# leaves no core file.
+# The matrices are large enough that torch gives the product to oneDNN: below 16³ it does not. The fault is expected, so
+# the child leaves no core file.
 _PROBE: Final = """
 import resource, torch
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -84,7 +84,7 @@ def probe_amx(cpuinfo: str | None = None, probe: Callable[[], int] | None = None
 
     Args:
         cpuinfo: text in the format of `/proc/cpuinfo`; this machine's when not given.
-        probe: tries a bf16 product elsewhere and returns an exit status as `subprocess` does, negative for a signal.
+        probe: tries a bf16 product in another process. Returns an exit status as `subprocess`, negative for a signal.
         cache: folder that remembers the answer; `$XDG_CACHE_HOME/zeroshard` when not given.
     """
     cpu = Cpu.parse(read_cpuinfo() if cpuinfo is None else cpuinfo)

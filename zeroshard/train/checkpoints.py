@@ -93,7 +93,7 @@ class Start:
             )
         share = origin.share(ranks)
         had = {name: saved[name] for name in FIXED if name in saved}
-        if job.train.batch != share:  # a job may give the batch of the origin, or that of the ranks now
+        if job.train.batch != share:  # a job may give the batch of the first start, or the batch of its own ranks
             had["batch"] = origin.batch
         for name, value in had.items():
             mine = getattr(job.train, name)
@@ -111,7 +111,7 @@ def _identity(job: Job) -> dict[str, Any]:
     return {"model": asdict(job.model), "data": asdict(job.data), "seed": job.train.seed}
 
 
-class Checkpoints:
+class RunCheckpoints:
     """Saves a run. Use as a context manager: inside it, SIGTERM asks for a checkpoint and an orderly end."""
 
     def __init__(self, start: Start, out: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:

@@ -69,8 +69,8 @@ class Corpus:
     ) -> Batch:
         """Return this rank's part of the random windows that all ranks train on in a step.
 
-        The seed and the step alone decide the windows: those of `of_ranks` ranks with batches of `of_batch`. Any other
-        number of ranks divides the same windows differently.
+        A step has `of_ranks` · `of_batch` windows, and the seed and the step alone decide which. Any number of ranks
+        divides the same windows.
         """
         each = of_ranks * of_batch // ranks
         first = rank * each

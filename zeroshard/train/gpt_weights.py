@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config.job import ModelConfig
 from ..runtime import runtime_of
 from ..storage.format import CheckpointError
-from ..storage.output import SHARD_BYTES, Output, Shards, Whole, as_json
+from ..storage.output import SHARD_BYTES, Output, Shards, WholeTensor, as_json
 from ..storage.output import WEIGHTS as LIKE_WEIGHTS
 from ..storage.save import on_rank_zero
 from .gpt import GPT
@@ -68,7 +68,7 @@ def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_byte
         names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     parameters = [parameter for unit in runtime.units for flat in unit.flats for parameter in flat.parameters]
     assert len(parameters) == len(names), "the GPT has no buffers in its state dict, and no parameter under two names"
-    wholes = [Whole(names[id(parameter)], tuple(parameter.shape), parameter.dtype) for parameter in parameters]
+    wholes = [WholeTensor(names[id(parameter)], tuple(parameter.shape), parameter.dtype) for parameter in parameters]
     with Output(folder) as output:
         writer = _Writer(output, config, wholes, shard_bytes)
         on_rank_zero(runtime.fabric, writer.begin)
@@ -83,7 +83,7 @@ def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_byte
 class _Writer:
     """The work of rank 0, in three steps."""
 
-    def __init__(self, output: Output, config: ModelConfig, wholes: Sequence[Whole], shard_bytes: int) -> None:
+    def __init__(self, output: Output, config: ModelConfig, wholes: Sequence[WholeTensor], shard_bytes: int) -> None:
         self._output, self._config, self._wholes, self._shard_bytes = output, config, wholes, shard_bytes
         self._shards: Shards | None = None
 

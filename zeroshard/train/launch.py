@@ -75,7 +75,7 @@ def _run(options: list[str]) -> int:
     finally:
         logging.disable(logging.NOTSET)
         if sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)  # a rank that died while it showed the bar left the cursor hidden
+            print("\x1b[?25h", end="", flush=True)  # shows the cursor: a rank that died may have hidden it
     return 0
 
 

@@ -17,7 +17,7 @@ from ..comm.process_group import end_process_group, start_process_group
 from ..config.job import Job, resolve_device
 from ..system.allocator import defragment
 from ..system.machine import available_memory, device_of_rank, usable_cores
-from .checkpoints import BY_SIGNAL, NEVER, Checkpoints, Start, tell_launcher
+from .checkpoints import BY_SIGNAL, NEVER, RunCheckpoints, Start, tell_launcher
 from .data import Corpus
 from .gpt import GPT, sample
 from .gpt_weights import load_weights, save_weights
@@ -89,7 +89,7 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
         tokens_a_step=here.data_ranks * job.train.batch * job.model.sequence,
     )
     probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
-    checkpoints = Checkpoints(start, out, model, optimizer, scheduler)
+    checkpoints = RunCheckpoints(start, out, model, optimizer, scheduler)
     with probe, Bar(job.train.steps, console) as bar, checkpoints:
         saved = checkpoints.load()
         done = 0 if saved is None else int(saved["step"])
@@ -174,7 +174,7 @@ def _build(job: Job, here: Rank, options: dict[str, object]) -> tuple[nn.Module,
 
 
 def shard_options(job: Job, here: Rank) -> dict[str, object]:
-    """Return what this rank gives to `shard()`; ranks differ in nothing but which GPU they have.
+    """Return the options that this rank gives to `shard()`. Only the GPU differs from rank to rank.
 
     GPU memory is defragmented unless the job says otherwise.
     """

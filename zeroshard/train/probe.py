@@ -75,7 +75,7 @@ class Probe:
             self._trace = self._tracing.enter_context(zeroshard.trace(self._trace_file))
 
     def before_update(self, step: int) -> None:
-        """Call between backward and step. Gradients that are still on their way would make memory a matter of luck."""
+        """Call between backward and step. Waits for gradients on their way: otherwise memory would vary by chance."""
         if step == self._measured:
             self._settle()
 

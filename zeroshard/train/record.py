@@ -14,7 +14,7 @@ from ..plan.formulas import HostPart
 
 @dataclass
 class Stopwatch:
-    """Seconds since `start`, without those spent `paused`."""
+    """Seconds since `start`, without the time inside `paused` blocks."""
 
     _began: float = math.nan
 
@@ -52,7 +52,7 @@ class StepTrace(NamedTuple):
     steps: range
     file: Path
     exposed_copies: float | None
-    """The share of the time in which copies were all that happened; None if nothing was copied."""
+    """The share of the time in which only copies ran; None if nothing was copied."""
 
 
 @dataclass(kw_only=True)
@@ -64,17 +64,17 @@ class Record:
     tensor_parallel: int = 1
     precision: str
     tokens_a_step: int
-    """Of all ranks."""
+    """Tokens of all ranks in one step."""
     losses: list[float] = field(default_factory=list)
     """Training losses, one for each measured step."""
     held_out: list[float] = field(default_factory=list)
     """Losses on held-out files, one for each evaluation."""
     stats: Stats | None = None
-    """Of the last measured step; None before the first one."""
+    """Statistics of the last measured step; None before the first one."""
     volume: float | None = None
     """Elements communicated in a step, in Ψ; None if every measured step came right after an evaluation."""
     tokens_a_second: float | None = None
-    """Of all ranks; None until a second step is measured."""
+    """Speed of all ranks together; None until a second step is measured."""
     offload: OffloadStep | None = None
     """None without offload, or before the step that is measured with it."""
     trace: StepTrace | None = None

@@ -43,7 +43,7 @@ class DividedLoss(nn.Module):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, size: int, mesh: DeviceMesh) -> Tensor:
-        own = logits.shape[-1]  # 0 on a last rank, if the vocabulary ends before it
+        own = logits.shape[-1]  # may be 0 on the last ranks, if the vocabulary is small
         highest = logits.amax(-1).float() if own else logits.new_full(targets.shape, -math.inf, dtype=torch.float32)
         highest = _over_ranks(highest, "max", mesh)
         values = logits.to(torch.float32, copy=True).sub_(highest[:, None])
