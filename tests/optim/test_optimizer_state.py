@@ -220,3 +220,34 @@ def test_an_optimizer_built_from_named_parameters_keeps_the_names(stages: Stages
         train(model, optimizer, 0)
         assert optimizer.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
         assert same_state(optimizer.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"offload": "cpu"}, {"precision": "bf16"}], ids=["offload", "bf16"])
+def test_a_parameter_that_has_made_no_step_has_no_moments_in_a_state_dict(options: dict[str, Any]) -> None:
+    model = net(depth=2)
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, **options)
+    unused = next(model.parameters())
+    for number in range(2):
+        loss_of(model, number).backward()
+        if number == 0:
+            unused.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state_dict()
+        assert ("exp_avg" in state["state"].get(0, {})) == ("step" in state["state"].get(0, {})) == bool(number)
+        optimizer.load_state_dict(state)
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 1
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_groups_that_are_replaced_count_from_the_next_step_on(offload: str | None) -> None:
+    model = net(depth=2)
+    model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=2, offload=offload)
+    train(model, optimizer, 1)
+    before = weights(model)
+    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    train(model, optimizer, 1)
+    assert_same(weights(model), before)
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.1}
+    train(model, optimizer, 1)
+    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +217,45 @@ def test_why_a_rank_failed_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     _, names = Pool.shared().run(fails_on_rank_one, 2, {"folder": str(tmp_path / "saved")})
     assert names == [".rank-00001.json.tmp"]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_could_not_be_replaced_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    path = tmp_path / "saved"
+    zeroshard.save(path, model, optimizer, extra=1)
+    rename = os.rename
+
+    def fails_once(source: Path, target: Path) -> None:
+        if str(source).endswith(".partial"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fails_once)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            zeroshard.save(path, model, optimizer, extra=2)
+    for folder in tmp_path.glob(".*.partial"):
+        shutil.rmtree(folder)
+    assert zeroshard.load(path, model, optimizer) == 1
+
+
+def test_keep_leaves_what_another_machine_may_still_write_and_removes_what_was_silent_for_a_day(tmp_path: Path) -> None:
+    def partial(name: str, claim: str, silent: float) -> Path:
+        folder = tmp_path / f".{name}.0123456789abcdef.partial"
+        folder.mkdir()
+        for file, text in (("claim", claim), ("rank-00000.safetensors", "x")):
+            (folder / file).write_text(text)
+        then = time.time() - silent
+        for file in (*folder.iterdir(), folder):
+            os.utime(file, (then, then))
+        return folder
+
+    elsewhere = partial("a", "process 7 on another machine", 0)
+    forgotten = partial("b", "process 7 on another machine", 25 * 3600)
+    without_locks = partial("c", "", 25 * 3600)
+    zeroshard.save(tmp_path / "saved", *small(), keep=1)
+    assert elsewhere.exists()
+    assert not forgotten.exists()
+    assert not without_locks.exists()

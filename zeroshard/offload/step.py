@@ -36,7 +36,7 @@ class HostStep(Updates):
         """Hyper-parameters at the first update of this backward, with ``update_in_backward``."""
         self._moments = () if optimizer is None else moment_names(optimizer)
         groups = [] if optimizer is None else optimizer.param_groups
-        self._groups = {id(parameter): group for group in groups for parameter in group["params"]}
+        self._number = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
 
     # -- called by homes, in backward -----------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class HostStep(Updates):
         for piece in home.counts:
             if used[piece.slot]:
                 home.counts[piece] += 1
-                group = self._groups[id(home.flat.parameters[piece.slot])]
+                group = self.steered_by.param_groups[self._number[id(home.flat.parameters[piece.slot])]]
                 key = (id(group), home.counts[piece])
                 if key not in made:
                     made[key] = rule_of(self._optimizer, group, home.counts[piece])
@@ -162,10 +162,9 @@ class HostStep(Updates):
         self.pipeline.settle()
 
     def _read_settings(self) -> list[dict[str, Any]]:
-        assert self._optimizer is not None
         return [
             {key: float(v) if isinstance(v, Tensor) else v for key, v in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
+            for group in self.steered_by.param_groups
         ]
 
     def _check_settings(self) -> None:

@@ -24,8 +24,7 @@ class DeviceUpdates(Updates):
 
     def __init__(self, original: torch.optim.Optimizer, flats: Sequence[Flat]) -> None:
         self._homes = {flat: flat.home for flat in flats if isinstance(flat.home, DeviceHome)}
-        self._groups = original.param_groups
-        self._number = {id(p): number for number, group in enumerate(self._groups) for p in group["params"]}
+        self._number = {id(p): number for number, group in enumerate(original.param_groups) for p in group["params"]}
         self._inner = _on_pieces(original)
         self.state: defaultdict[Tensor, dict[str, Any]] = self._inner.state
         """The states of torch's optimizer, by piece."""
@@ -38,7 +37,7 @@ class DeviceUpdates(Updates):
 
     def group_of(self, flat: Flat, piece: Piece) -> dict[str, Any]:
         """The settings that a piece is updated with."""
-        return self._groups[self._number[id(flat.parameters[piece.slot])]]
+        return self.steered_by.param_groups[self._number[id(flat.parameters[piece.slot])]]
 
     def update(self, order: list[Flat], step: int) -> Iterator[list[Flat]]:
         for batch in self._batches(order):
@@ -65,7 +64,7 @@ class DeviceUpdates(Updates):
             yield batch
 
     def _update(self, flats: list[Flat]) -> None:
-        members: list[list[Tensor]] = [[] for _ in self._groups]
+        members: list[list[Tensor]] = [[] for _ in self.steered_by.param_groups]
         updated = [flat for flat in flats if any(flat.gradient.used)]
         with compat.label(f"zeroshard.update {' '.join(flat.label for flat in updated)}"):
             for flat in updated:
@@ -77,7 +76,7 @@ class DeviceUpdates(Updates):
                         tensor.grad = part
                         members[self._number[id(flat.parameters[piece.slot])]].append(tensor)
             self._inner.param_groups = [
-                {**group, "params": mine} for group, mine in zip(self._groups, members, strict=True)
+                {**group, "params": mine} for group, mine in zip(self.steered_by.param_groups, members, strict=True)
             ]
             self._inner.step()
             for flat in updated:

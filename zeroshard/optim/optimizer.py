@@ -76,6 +76,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizer that was given to ``shard()``."""
         on_device = DeviceUpdates(original, flats)
         self._updates: list[Updates] = [*elsewhere, on_device]
+        for updates in self._updates:
+            updates.steered_by = self
         self._state = on_device.state
         self.piece_states = PieceStates(self._state, flats, self._updates, fabric)
         """The optimizer's states, by piece."""
@@ -125,6 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.check_unwritten()
         self._treatment.faults.check_not_stopped()
         self._agree()
+        self._treatment.check()
         self._passes.begin_step()
         self.steps += 1
         order = self._passes.order

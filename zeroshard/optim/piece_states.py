@@ -128,7 +128,7 @@ class PieceStates:
     def _whole_states(self, flat: Flat) -> dict[int, dict[str, Any]]:
         """The state of each parameter of a flat, put together from all ranks."""
         mine: dict[int, dict[str, Any]] = {}
-        parts: dict[str, list[tuple[int, Tensor]]] = {}
+        parts: dict[str, dict[Piece, Tensor]] = {}
         master = flat.home.master() if flat.home.separate_master else None
         known = self.settled()
         for piece, tensor in flat.pieces.items():
@@ -139,27 +139,34 @@ class PieceStates:
                 mine[piece.slot] = {}
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == tensor.shape and value.dim() > 0:
-                    parts.setdefault(name, []).append((piece.offset, value))
+                    parts.setdefault(name, {})[piece] = value
                 else:
                     copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
                     mine[piece.slot][name] = copied
-        everybody = self._fabric.gather_objects((mine, {name: found[0][1].dtype for name, found in parts.items()}))
+        named = {
+            name: (next(iter(found.values())).dtype, {piece.slot for piece in found}) for name, found in parts.items()
+        }
+        everybody = self._fabric.gather_objects((mine, named))
         whole: dict[int, dict[str, Any]] = {}
-        for states, _ in everybody:
+        dtypes: dict[str, torch.dtype] = {}
+        owners: dict[str, set[int]] = {}
+        for states, theirs in everybody:
             for index, state in states.items():
                 whole.setdefault(index, {}).update(state)
-        for name, dtype in sorted({entry for _, names in everybody for entry in names.items()}, key=lambda e: e[0]):
-            flat_value = self._gather_named(flat, name, parts.get(name, []), dtype)
-            for index, slot in enumerate(flat.layout.slots):
-                if index in whole:
-                    joined = parallel.whole(flat.parameters[index], slot.view(flat_value))
-                    whole[index][name] = joined.to("cpu", copy=True)
+            for name, (dtype, slots) in theirs.items():
+                dtypes[name] = dtype
+                owners.setdefault(name, set()).update(slots)
+        for name, dtype in sorted(dtypes.items()):
+            flat_value = self._gather_named(flat, name, parts.get(name, {}), dtype)
+            for index in sorted(owners[name]):  # a parameter that has made no step has no such state on any rank
+                joined = parallel.whole(flat.parameters[index], flat.layout.slots[index].view(flat_value))
+                whole[index][name] = joined.to("cpu", copy=True)
         return whole
 
-    def _gather_named(self, flat: Flat, name: str, parts: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
+    def _gather_named(self, flat: Flat, name: str, parts: dict[Piece, Tensor], dtype: torch.dtype) -> Tensor:
         own = torch.zeros(flat.own.numel, dtype=dtype, device=self._fabric.device)
-        for offset, value in parts:
-            own[offset:][: value.numel()].copy_(value)
+        for piece, value in parts.items():
+            own[piece.offset :][: piece.numel].copy_(value)
         if own.numel() == flat.layout.numel:
             return own
         whole = torch.empty(flat.layout.numel, dtype=own.dtype, device=own.device)

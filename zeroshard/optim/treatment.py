@@ -33,14 +33,17 @@ class Treatment:
         """Called once for every new set of averaged gradients."""
         self._clipped = False
 
+    def check(self) -> None:
+        """Compares gradients that must be equal among ranks, where ``check_equal`` asks for that."""
+        if self.check_equal:
+            check_equal_gradients(self._flats, self._fabric)
+            self.check_equal = False
+
     def apply(self, step: int, order: list[Flat]) -> bool:
         """Clips and unscales. Returns False if the step is to be left out.
 
         Waits for the device only with loss scaling or ``on_nonfinite``.
         """
-        if self.check_equal:
-            check_equal_gradients(self._flats, self._fabric)
-            self.check_equal = False
         if self._max_norm is None and self.scaler is None and not self.faults.watching:
             return True
         norm = self._norm()

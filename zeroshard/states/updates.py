@@ -50,6 +50,9 @@ class FlatStates(ABC):
 class Updates(ABC):
     """The updates of all flats that live in one place."""
 
+    steered_by: torch.optim.Optimizer
+    """The optimizer whose ``param_groups`` count. Users may replace the groups, so they are read in every step."""
+
     @property
     @abstractmethod
     def states_of(self) -> dict[Flat, FlatStates]:

@@ -57,13 +57,17 @@ class Snapshots:
         """Gets the memory. Returns None, or why there is no memory."""
         size = _copy_bytes(contents)
         if self.memory is None or self.memory.numel() < size:
-            self.memory = self._block = None
+            self.give_back()
             try:
                 self._block = HostBlock(size, pinned=self._fabric.device.type == "cuda")
                 self.memory = self._block.take(size, torch.uint8)
             except Exception as error:  # pinned memory has limits of its own, which no count of free bytes shows
                 return f"{type(error).__name__}: {error}"
         return None
+
+    def give_back(self) -> None:
+        """Forgets the memory. It goes when nobody writes from it any more."""
+        self.memory = self._block = None
 
     def take(self, contents: Contents) -> Contents:
         """Copies contents into the memory that ``allocate`` got. Training does not touch the copy."""

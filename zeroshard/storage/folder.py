@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,9 @@ from .write import sync_folder
 
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]+\.partial")
 _REMOVING = re.compile(r"\.zeroshard\.[0-9a-f]{16}\.removing")
+
+LONGEST_SILENCE = 24 * 3600.0
+"""Seconds without a write, after which nobody is taken to write into a folder of another machine."""
 
 # -- who writes into a folder -----------------------------------------------------------------------------------------
 
@@ -105,8 +109,17 @@ def is_claimed(folder: Path) -> bool:
 
 def is_left(folder: Path) -> bool:
     """True if a process wrote into a folder and has ended. False if that is not certain."""
-    # The process writes its name after it has the lock, so the name is looked for before the lock.
-    return folder.name not in _own and bool(_writer(folder)) and not is_claimed(folder)
+    # The process writes its name after it has the lock, so the name is looked for before the lock. The locks of another
+    # machine are not seen on every file system, and some have none: there only a long silence tells.
+    here = _writer(folder).endswith(f" on {socket.gethostname()}")
+    return not is_claimed(folder) and (here or _seconds_silent(folder) > LONGEST_SILENCE)
+
+
+def _seconds_silent(folder: Path) -> float:
+    """Seconds since something was written into a folder."""
+    with contextlib.suppress(OSError):
+        return time.time() - max(folder.stat().st_mtime, *(entry.stat().st_mtime for entry in _entries_of(folder)))
+    return 0.0
 
 
 def _writer(folder: Path) -> str:
@@ -190,10 +203,15 @@ def prepare(path: Path, token: str) -> FolderClaim:
 def publish(partial: Path, path: Path) -> None:
     """Gives a complete checkpoint its name, on rank 0. Removes the checkpoint that had this name before."""
     check_replaceable(path)
-    before = _hidden(path)
-    if path.exists():
+    before, replaces = _hidden(path), path.exists()
+    if replaces:
         os.rename(path, before)
-    os.rename(partial, path)
+    try:
+        os.rename(partial, path)
+    except BaseException:
+        if replaces:
+            os.rename(before, path)
+        raise
     sync_folder(path.parent)
     with contextlib.suppress(OSError):
         _empty(before)

@@ -107,6 +107,7 @@ def save(
         if asynchronous and (why := _why_blocking(size, lacking, [text for _, text in begin.all])):
             _say(fabric, f"zeroshard: {why}, so this save blocks")
             asynchronous = False
+            snapshots.give_back()  # a rank that has memory writes from it once more
         saving.begin()
         if asynchronous:
             _latest[runtime] = saving
