@@ -109,6 +109,8 @@ def is_claimed(folder: Path) -> bool:
 
 def is_left(folder: Path) -> bool:
     """True if a process wrote into a folder and has ended. False if that is not certain."""
+    if folder.name in _own:
+        return False
     # The process writes its name after it has the lock, so the name is looked for before the lock. The locks of another
     # machine are not seen on every file system, and some have none: there only a long silence tells.
     here = _writer(folder).endswith(f" on {socket.gethostname()}")
