@@ -168,10 +168,10 @@ def test_cast_inputs_is_true_or_false(value: Any) -> None:
 
 
 def test_only_sixteen_bit_parameters_have_masters() -> None:
-    keeps = {dtype: Precision(parameters=dtype).has_master for dtype in (torch.float32, torch.float64, None)}
+    keeps = {dtype: Precision(parameters=dtype).keeps_master for dtype in (torch.float32, torch.float64, None)}
     assert not any(keeps.values())
-    assert Precision(parameters=torch.bfloat16).has_master
-    assert Precision(parameters=torch.float16).has_master
+    assert Precision(parameters=torch.bfloat16).keeps_master
+    assert Precision(parameters=torch.float16).keeps_master
 
 
 def test_half_precision_brings_loss_scaling_and_full_precision_outputs() -> None:

@@ -74,7 +74,7 @@ class Offload(Options):
     """``step()`` waits for the host. The results are the same. For timing and debugging."""
 
     @property
-    def overlaps_backward(self) -> bool:
+    def beside_backward(self) -> bool:
         """Whether the host updates while backward goes on."""
         return self.update_in_backward or self.delayed_update_after is not None
 

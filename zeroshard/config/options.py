@@ -109,7 +109,7 @@ class Precision(Options):
     """Dynamic loss scaling. On by default with fp16 parameters, refused otherwise."""
 
     def conflicts(self) -> Iterator[Mistake]:
-        if self.cast_on_gather and not self.has_master:
+        if self.cast_on_gather and not self.keeps_master:
             yield Mistake(
                 ("cast_on_gather", "parameters"),
                 f"precision.cast_on_gather has no effect with precision.parameters={self.parameters}: there is no "
@@ -129,7 +129,7 @@ class Precision(Options):
         super().__post_init__()
 
     @property
-    def has_master(self) -> bool:
+    def keeps_master(self) -> bool:
         """Whether there is an fp32 master of every parameter."""
         return self.parameters in (torch.float16, torch.bfloat16)
 

@@ -143,7 +143,7 @@ class Pipeline:
             self.mover, self.updater = DryWorker("gradient copy", LANDING), DryWorker("update", 0)
         else:
             use_device = partial(torch.cuda.set_device, device) if self._cuda else None
-            self.pool = Pool(options.threads or default_threads(device, during_backward=options.overlaps_backward))
+            self.pool = Pool(options.threads or default_threads(device, during_backward=options.beside_backward))
             self.mover, self.updater = Worker("gradient copy", use_device, tell), Worker("update", use_device, tell)
         self.room = threading.Semaphore(LANDING + dry)
         """How many more gradients may wait on the device."""

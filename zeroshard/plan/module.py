@@ -37,7 +37,7 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
         stage=0,
         world=shards,
         precision=cast(Any, names.get(dtype, "bf16")),
-        masters=config.precision.has_master,
+        masters=config.precision.keeps_master,
         checkpointing=_checkpoints(model) or (config.activations is not None and config.activations.checkpoint),
         moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
         **gathering(config),

@@ -119,11 +119,11 @@ class UnitCosts:
         seconds = block / self.parts + collectives * launch.communicate
         if offload is None:
             return seconds
-        if backward and offload.overlaps_backward:
+        if backward and offload.beside_backward:
             seconds *= launch.interrupted
         elif backward:
             seconds += launch.offload
-        return seconds * (launch.crowded if backward == offload.overlaps_backward else 1.0)
+        return seconds * (launch.crowded if backward == offload.beside_backward else 1.0)
 
     @cached_property
     def device_update(self) -> list[float]:
@@ -211,7 +211,7 @@ class UnitCosts:
             return [0.0] * self.count
         # Copies during the update use the same memory: parameters to the device, high halves that are read back, and
         # gradients, if backward runs at the same time.
-        crossing = width * (1 + offload.overlaps_backward + offload.read_back)
+        crossing = width * (1 + offload.beside_backward + offload.read_back)
         traffic = host_update_bytes(offload, width, self.setup.moments) + crossing
         return [size and size * traffic / self._host_bandwidth + self.machine.launch.host for size in self._on_host]
 

@@ -75,7 +75,7 @@ class Flat:
         self.trainable = self.parameters[0].requires_grad
         self.origin_dtype = self.parameters[0].dtype
         self.dtype = precision.parameters or self.origin_dtype
-        self.master_dtype = torch.float32 if precision.has_master and self.trainable else self.dtype
+        self.master_dtype = torch.float32 if precision.keeps_master and self.trainable else self.dtype
         self.shard_range = self.layout.shard(fabric.shard_rank)
         self.sharded = table.parameters.extent is Extent.SHARD
         self.at_rest = self.shard_range if self.sharded else self.layout.whole
