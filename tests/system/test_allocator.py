@@ -61,7 +61,7 @@ def test_what_the_environment_turned_on_is_left_alone(monkeypatch: pytest.Monkey
     [
         (
             Allocator(used=3 << 20),
-            r"comes too late: this process uses 3 MiB of cuda:0 .* meta device, or start the process with "
+            r"comes too late: this process uses 3.15 MB of cuda:0 .* meta device, or start the process with "
             r"PYTORCH_ALLOC_CONF=expandable_segments:True",
         ),
         (Allocator(backend="cudaMallocAsync"), "no effect on the cudaMallocAsync allocator; leave one of them out"),

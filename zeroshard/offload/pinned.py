@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..system.sizes import size_text
 from .worker import POLL_SECONDS
 
 ALIGNMENT = 128
@@ -67,7 +68,7 @@ def _pin(memory: Tensor) -> None:
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
         raise ValueError(
-            f"offload: {memory.nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(error)}); "
+            f"offload: {size_text(memory.nbytes)} of host memory could not be pinned (CUDA error {int(error)}); "
             "raise the limit of locked memory (ulimit -l), or keep a part on the device with host_fraction="
         )
 

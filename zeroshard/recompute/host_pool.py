@@ -15,6 +15,7 @@ import torch
 
 from ..offload.pinned import HostBlock, aligned
 from ..system import machine
+from ..system.sizes import size_text
 
 MOST_WASTE = 2
 """A slot may be this many times as large as the checkpoint in it."""
@@ -76,8 +77,8 @@ class HostPool:
         room = machine.available_memory() // self._local_ranks
         if size > room and not dry:
             raise RuntimeError(
-                f"activations.offload: a checkpoint of {size / 2**30:.2f} GiB does not fit the host, where this rank "
-                f"may use {room / 2**30:.2f} GiB more and has taken {self.bytes / 2**30:.2f} GiB; use a smaller batch, "
+                f"activations.offload: a checkpoint of {size_text(size)} does not fit the host, where this rank "
+                f"may use {size_text(room)} more and has taken {size_text(self.bytes)}; use a smaller batch, "
                 "or leave offload out"
             )
         slot = HostSlot(size, pinned=self._pinned, dry=dry)

@@ -22,6 +22,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ..system.sizes import size_text
 from .folder import FolderClaim, is_left
 from .format import CheckpointError, safetensors_header
 from .write import NO_ROOM, bytes_of, sync_folder
@@ -129,7 +130,7 @@ class Output:
             return "what was written of it is removed; see to that, or write to another folder"
         free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
         return (
-            f"the {written / 1e9:.3f} GB that were written are removed, and {free / 1e9:.3f} GB are free there now; "
+            f"the {size_text(written)} that were written are removed, and {size_text(free)} are free there now; "
             "make room, or write to another disk"
         )
 

@@ -19,6 +19,7 @@ from ..comm.fabric import Fabric
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from ..system import compat
+from ..system.sizes import size_text
 from .background import Saving, Snapshots, snapshot_bytes, wait_on_all
 from .contents import collect
 from .folder import FolderClaim, partial_of, prepare
@@ -170,7 +171,7 @@ def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
 def _why_blocking(size: int, lacking: int, no_memory: Sequence[str | None]) -> str | None:
     """Why a rank has not enough memory for a snapshot; None if every rank has."""
     if lacking > 0:
-        return f"a snapshot takes {size / 2**30:.2f} GiB of host memory a rank, {lacking / 2**30:.2f} GiB too much"
+        return f"a snapshot takes {size_text(size)} of host memory a rank, {size_text(lacking)} too much"
     for rank, text in enumerate(no_memory):
         if text is not None:
             return f"rank {rank} got no host memory for a snapshot ({text})"

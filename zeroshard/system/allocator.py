@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from . import compat
+from .sizes import size_text
 
 VARIABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
@@ -27,7 +28,7 @@ def defragment(device: torch.device) -> None:
     reserved = torch.cuda.memory_reserved(device)
     if reserved:
         raise ValueError(
-            f"defragment=True comes too late: this process uses {reserved / 2**20:,.0f} MiB of {device} in ordinary "
+            f"defragment=True comes too late: this process uses {size_text(reserved)} of {device} in ordinary "
             "segments already; call shard() before anything is put on the GPU, with the model on the CPU or the meta "
             f"device, or start the process with {VARIABLE}"
         )
