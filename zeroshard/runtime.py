@@ -26,6 +26,7 @@ from .optim.treatment import Treatment
 from .recompute.checkpoint import ActivationCheckpoints
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
+from .schedule.reads import Reads
 from .schedule.reducer import Reducer
 from .states.buffers import Buffers, make_ordinary
 from .states.flat import Flat
@@ -49,7 +50,7 @@ class Runtime(NotCopyable):
         assert config.stage != "auto", "chosen by shard()"
         self.stage = config.stage
         self.table = state_table(config.stage, fabric.shards, config.offload)
-        self.placeholders = Placeholders(fabric.device)
+        placeholders = Placeholders(fabric.device)
         precision = config.precision
         itemsize = precision.parameters.itemsize if precision.parameters is not None else None
         specs = find_units(
@@ -66,7 +67,7 @@ class Runtime(NotCopyable):
                 precision=precision,
                 max_bytes=config.max_unit_bytes,
                 fabric=fabric,
-                placeholders=self.placeholders,
+                placeholders=placeholders,
             )
             for spec in specs
         ]
@@ -98,6 +99,7 @@ class Runtime(NotCopyable):
         self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._watch_checkpoints()
+        self._reads = Reads(self.units, self.schedule.lifetimes, fabric, refuse=config.reads == "raise")
         self.guards = Guards(model, self.units, fabric.device, self.finish_updates)
         title = f"rank {fabric.rank}, in stage {self.stage}"
         self.shortage = Answer(model, self.units, self.ledger, title=title, device=fabric.device)
@@ -241,7 +243,7 @@ class Runtime(NotCopyable):
         return self.reducer.agree()
 
     def begin_step(self) -> None:
-        self.placeholders.check()
+        self.schedule.lifetimes.begin_step()
         self.ledger.note_step()
 
     def updated(self, outdated: Set[Flat]) -> None:

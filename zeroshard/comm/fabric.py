@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.bounds import MESSAGE_BYTES
+from ..system import compat
 from .grid import Grid, grid
 from .lane import Lane, StallError
+from .meeting import Meeting
 from .messages import in_messages, pack, unpack
 from .process_group import backend_for, warn_of_gloo
 from .traffic import RankVolume
@@ -94,6 +96,8 @@ class Fabric:
         """How many ranks share this host: all, unless torchrun says otherwise."""
         warn_of_gloo(self.backend, device, self.model.world)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.meeting = self._new_meeting()
+        """Where the ranks that share states meet before a collective that perhaps not all of them make."""
 
     def _new_groups(self, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """Makes a group of every row: all ranks must make all groups. Returns this rank's group; None if alone."""
@@ -109,6 +113,13 @@ class Fabric:
     def _new_lane(self, name: str, group: dist.ProcessGroup | None) -> Lane:
         transport = transport_for(group, self.backend, self.device, self._patience)
         return Lane(name, group, transport, self.device, self.watchdog)
+
+    def _new_meeting(self) -> Meeting:
+        group = self.gathers.group
+        if self._alone or group is None:
+            return Meeting(None, "", [self.rank], self.rank, self.watchdog)
+        name, ranks = f"zeroshard/meeting/{group.group_name}", dist.get_process_group_ranks(group)
+        return Meeting(compat.default_store(), name, ranks, self.rank, self.watchdog)
 
     def take_volume(self) -> RankVolume:
         """What this rank moved since the last call."""

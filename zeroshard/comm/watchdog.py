@@ -79,6 +79,16 @@ class Watchdog:
                 return None if rank == self._rank else f"rank {rank} failed: {what}"
         return None
 
+    def where(self, rank: int) -> str:
+        """Where another rank was when it last posted."""
+        post = self._read_all().get(rank)
+        return "nowhere: it has never posted" if post is None else post.where
+
+    def is_ahead(self, rank: int) -> bool:
+        """Whether another rank has begun a collective that this rank has not come to."""
+        post = self._read_all().get(rank)
+        return post is not None and post.operations > self._operations
+
     def explain(self, waiting_in: str) -> str:
         """One sentence that names the missing rank.
 

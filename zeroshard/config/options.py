@@ -24,7 +24,7 @@ from .checks import (
 )
 from .offload import Offload
 
-STAGE_3_ONLY = ("keep", "prefetch")
+STAGE_3_ONLY = ("keep", "prefetch", "reads")
 EMPTY: Literal["empty"] = "empty"
 AUTO: Literal["auto"] = "auto"
 LONGEST_STALL = 365.0 * 24 * 3600
@@ -226,6 +226,11 @@ class Config(Options):
     """Stage 3: units that stay gathered from forward to backward. By default the root and the last; ``()`` for none."""
     prefetch: Annotated[int | None, whole(least=0)] = None
     """Stage 3: how many units are gathered before they are needed. By default 1."""
+    reads: Literal["gather", "raise"] | None = None
+    """Stage 3: what happens if user code uses a parameter between the passes of the model.
+
+    "gather", the default, gathers the unit, if all ranks make the read. "raise" refuses, and names the parameter.
+    """
     elementwise: bool = False
     """True: you promise that your optimizer, which zeroshard does not know, updates each element by itself."""
     device: Annotated[torch.device | None, _device] = None

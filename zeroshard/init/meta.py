@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import parallel
 from ..comm.fabric import Fabric
+from ..states.absent import mark_present
 from ..states.flat import Flat
 from ..system import compat
 
@@ -31,6 +32,7 @@ def give_memory(tensor: Tensor, memory: Tensor) -> None:
 
 def point_at(flat: Flat, origin: Tensor) -> None:
     """Makes the parameters of a flat views of ``origin``, whether they were on the meta device or not."""
+    mark_present(flat.parameters)
     for view, parameter in zip(flat.views_of(origin), flat.parameters, strict=True):
         if parameter.is_meta:
             give_memory(parameter, view)

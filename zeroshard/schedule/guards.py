@@ -1,24 +1,24 @@
 """Guards on what users do to a sharded model besides training it.
 
-``state_dict()``, ``load_state_dict()`` and ``.to()`` either work on a sharded model, or raise and name the remedy.
+``load_state_dict()`` and ``.to()`` either work on a sharded model, or raise and name the remedy. ``state_dict()`` reads
+parameters as any other code does (``reads.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..states.absent import lifted
 from ..states.flat import Flat
 from ..states.unit import Unit
 from ..system import compat
 from ..system.hook import Hook
 
-READ_REMEDY = "call zeroshard.full_state_dict(model), or state_dict() inside `with zeroshard.gathered(model):`"
 LOAD_REMEDY = "load inside `with zeroshard.gathered(model, write=True):`, or before zeroshard.shard()"
 
 
@@ -29,31 +29,16 @@ class Guards:
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, finish_updates: Callable[[], None]
     ) -> None:
         self._finish_updates = finish_updates
-        self._names_only = False
         flat_of = {id(p): flat for unit in units for flat in unit.flats for p in flat.parameters}
         for name, module in model.named_modules():
             flats = list(dict.fromkeys(flat_of[id(p)] for p in module.parameters(recurse=False)))
             if flats:
-                module.register_state_dict_pre_hook(Hook(partial(self._before_state_dict, flats)))
+                module.register_state_dict_pre_hook(Hook(partial(_before_state_dict, flats)))
                 module.register_load_state_dict_pre_hook(Hook(partial(self._before_load, flats)))
                 module.register_load_state_dict_post_hook(Hook(partial(_after_load, flats)))
             dtypes = {p.dtype for p in module.parameters()}
-            compat.wrap_conversion(module, partial(_guarded, name or type(module).__name__, device, dtypes))
-
-    @contextmanager
-    def names_only(self) -> Iterator[None]:
-        """Inside, ``state_dict(keep_vars=True)`` does not raise. It gives names and tensors, not always values."""
-        self._names_only = True
-        try:
-            yield
-        finally:
-            self._names_only = False
-
-    def _before_state_dict(self, flats: list[Flat], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self._names_only:
-            for flat in flats:
-                _check_here(flat, "state_dict()", prefix, READ_REMEDY)
-                flat.wait()
+            guard = partial(_guarded, module, name or type(module).__name__, device, dtypes)
+            compat.wrap_conversion(module, guard)
 
     def _before_load(
         self, flats: list[Flat], module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
@@ -63,17 +48,22 @@ class Guards:
                 "load_state_dict(assign=True) would cut the parameters off their shards; leave assign out"
             )
         for flat in flats:
-            _check_here(flat, "load_state_dict()", prefix, LOAD_REMEDY)
+            _check_here(flat, prefix)
             if flat.home.held:
                 self._finish_updates()  # else a delayed update would overwrite the loaded values
             flat.wait()
             flat.home.before_write()
 
 
-def _check_here(flat: Flat, what: str, prefix: str, remedy: str) -> None:
-    if flat.sharded and not flat.lent:  # even if present: a release would empty the caller's views
+def _before_state_dict(flats: list[Flat], module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for flat in flats:
+        flat.lent = flat.lent or (flat.sharded and flat.present)  # else a release would empty the caller's views
+
+
+def _check_here(flat: Flat, prefix: str) -> None:
+    if flat.sharded and not flat.lent:
         name = prefix.rstrip(".") or "the model"
-        raise RuntimeError(f"{what}: the parameters of {name!r} are sharded and not here; {remedy}")
+        raise RuntimeError(f"load_state_dict(): the parameters of {name!r} are divided among the ranks; {LOAD_REMEDY}")
 
 
 def _after_load(flats: list[Flat], module: nn.Module, incompatible_keys: Any) -> None:
@@ -84,7 +74,11 @@ def _after_load(flats: list[Flat], module: nn.Module, incompatible_keys: Any) ->
 
 
 def _guarded(
-    name: str, device: torch.device, dtypes: set[torch.dtype], original: Callable[..., nn.Module]
+    module: nn.Module,
+    name: str,
+    device: torch.device,
+    dtypes: set[torch.dtype],
+    original: Callable[..., nn.Module],
 ) -> Callable[..., nn.Module]:
     def checked(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         if not _changes_nothing(device, dtypes, function):
@@ -92,7 +86,8 @@ def _guarded(
                 f"{name!r} is sharded, so .to(), .half(), .cuda() and the like cannot convert it; convert before "
                 "zeroshard.shard(), or use precision= and device="
             )
-        return original(function, recurse)
+        with lifted(list(module.parameters(recurse))):  # absent parameters are not read for nothing
+            return original(function, recurse)
 
     return Hook(checked)
 

@@ -109,6 +109,10 @@ class Schedule:
         self.lifetimes.begin_forward()
 
     def _check_still_frozen(self) -> None:
+        with compat.plain():  # absent parameters would take longer to answer
+            self._check_frozen_flats()
+
+    def _check_frozen_flats(self) -> None:
         for flat in (flat for unit in self._units for flat in unit.flats if not flat.trainable):
             for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
                 if parameter.requires_grad:

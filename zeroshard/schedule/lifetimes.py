@@ -42,6 +42,8 @@ class Lifetimes:
         self._recomputed: list[Unit] = []
         """Units gathered by the last recomputation whose own backward has not begun."""
         self._recomputing = False
+        self._read: list[Unit] = []
+        """Units gathered because user code read them. No pass of the model needs them."""
         self.second_backward = False
         """A backward with ``create_graph`` has run. All units will be needed once more, and nobody knows when."""
 
@@ -54,6 +56,8 @@ class Lifetimes:
     def require(self, unit: Unit, following: Iterable[Unit] = (), way: str = "forward") -> None:
         """Waits until a unit is gathered. Starts to gather the units that follow."""
         self.called.add(unit)
+        if unit in self._read:
+            self._read.remove(unit)
         trace.phase(None)
         unit.gather()
         for other in following:
@@ -64,6 +68,36 @@ class Lifetimes:
     def _release(self, unit: Unit) -> None:
         if self._sharded and not self.second_backward:
             unit.release()
+
+    # -- reads by user code -----------------------------------------------------------------------------------------
+
+    def read(self, units: list[Unit]) -> None:
+        """Gathers units for user code. Units of earlier reads are released, so that reading a model needs one unit."""
+        self._end_reads([unit for unit in self._read if unit not in units])
+        absent = [unit for unit in units if not unit.present]
+        for unit in units:
+            unit.gather()
+        for unit in units:
+            unit.wait(watched=True)
+            for flat in unit.flats:
+                flat.lent = flat.lent or flat.sharded
+        self._read += absent
+
+    def stay_for_graph(self, units: list[Unit]) -> None:
+        """User code used these units in the graph of a loss. They stay until that backward is over."""
+        self.called.update(units)
+        for unit in units:
+            unit.in_graph = True
+
+    def _end_reads(self, units: list[Unit]) -> None:
+        self._read = [unit for unit in self._read if unit not in units]
+        for unit in units:
+            unit.release()
+
+    def _end_graphs(self) -> None:
+        """No backward needs what user code has read."""
+        for unit in self._units:
+            unit.in_graph = False
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -79,6 +113,7 @@ class Lifetimes:
                 unit.gather()
 
     def begin_forward(self) -> None:
+        self._end_reads(self._read)
         self._turning.clear()
         # Decided once for the whole model: reentrant checkpointing runs the first forward of a block without gradients.
         self._forward = self._training if torch.is_grad_enabled() else self._evaluation
@@ -109,6 +144,8 @@ class Lifetimes:
         for unit in self._units:
             if unit not in self._unhooked and unit not in self._turning:
                 self.leave_forward(unit)
+            if self._sharded:
+                unit.watch()  # the user may look at units that stay for backward
         return [self._root, *self._training.last] if self._forward is self._training else []
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -162,8 +199,15 @@ class Lifetimes:
         self._recomputing = False
         self._unhooked.clear()
         self.second_backward = second_expected
+        self._end_graphs()
         for unit in self._units:
             self._release(unit)
+
+    def begin_step(self) -> None:
+        """Releases what user code has read: its values become old."""
+        if self._sharded:
+            self._end_graphs()
+            self._end_reads(self._read)
 
     def end_step(self) -> None:
         self.called.clear()

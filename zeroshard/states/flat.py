@@ -30,11 +30,13 @@ from ..config.layout import FlatLayout, Piece, flat_layout
 from ..config.options import Precision
 from ..config.table import Extent, StateTable
 from ..system import compat
+from . import absent
+from .absent import Reader
 from .device_home import DeviceHome
 from .gradient import FlatGradient
 from .home import Home, Publication
 from .placeholder import Placeholders
-from .shown_parameters import ShownParameters
+from .shown_parameters import ShownParameters, lost_write
 from .turns import Turns
 
 
@@ -91,6 +93,10 @@ class Flat:
         self.presence = Presence.PRESENT
         self.lent = False
         """User code saw the parameters and may have stored a view. A release then leaves the storage to that view."""
+        self.data_shown = False
+        """User code has ``.data`` of a parameter of a gathered flat. A write to it would be lost."""
+        self.reader: Reader | None = None
+        """Brings values to user code that uses absent parameters. None until the model is sharded."""
         self._turns = Turns()
         self._publication: Publication | None = None
         self._fabric = fabric
@@ -102,6 +108,12 @@ class Flat:
         self._cuts: list[int] = []
         self._shown = ShownParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
         self._gradient = FlatGradient(self, fabric, placeholders) if self.trainable else None
+        absent.register(self)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of one of the parameters, in the model."""
+        index = next(index for index, member in enumerate(self.parameters) if member is parameter)
+        return self.layout.slots[index].name
 
     @property
     def gradient(self) -> FlatGradient:
@@ -113,6 +125,11 @@ class Flat:
     def present(self) -> bool:
         """Whether the whole parameters can be read."""
         return self.presence is Presence.PRESENT
+
+    @property
+    def watched(self) -> bool:
+        """Whether every use of the parameters is seen: they are absent, or shown to user code."""
+        return self._shown.watched
 
     @property
     def updating(self) -> bool:
@@ -213,8 +230,11 @@ class Flat:
         self._publication = None  # only now: if the wait was interrupted, the next call waits again
         self.presence = Presence.UNDER_WAY
 
-    def wait(self) -> None:
-        """Makes gathered parameters readable. They must be at rest or under way."""
+    def wait(self, *, watched: bool = False) -> None:
+        """Makes gathered parameters readable. They must be at rest or under way.
+
+        ``watched``: for user code, whose every use of them is seen. Else for a pass of the model.
+        """
         assert self.presence is not Presence.RELEASED, f"{self.label} was not gathered"
         if self.presence is Presence.UPDATING:
             self.gather()
@@ -223,9 +243,14 @@ class Flat:
                 with compat.label(f"zeroshard.wait {self.label}"):
                     self._pending.wait()
                 self._pending = None
-            self.check_unwritten()
-            self._shown.show()
+            self._shown.show(watched=watched)
             self.presence = Presence.PRESENT
+        elif self._shown.watched and not watched:
+            self._shown.unwatch()
+
+    def watch(self) -> None:
+        """From now on every use of the parameters is seen, because no pass of the model needs them now."""
+        self._shown.watch()
 
     def wait_if_whole(self) -> None:
         """Waits for an update that is being published, where parameters are whole at rest."""
@@ -240,6 +265,8 @@ class Flat:
         if self.presence is Presence.PRESENT:
             self.check_unwritten()
             self._shown.hide()
+            if self.data_shown:
+                self._check_data()
         if self.lent or not self.whole.untyped_storage().resizable():  # numpy may use the memory
             self.lent = False
             self.whole = torch.empty_like(self.whole)
@@ -303,11 +330,29 @@ class Flat:
     def check_unwritten(self) -> None:
         """Raises if somebody wrote to a parameter where the write would be lost.
 
-        A write is lost if it goes to a placeholder, to gathered parameters that are about to be released, or to
-        parameters that have a separate master.
+        A write is lost if it goes to gathered parameters that are about to be released, or to parameters that have a
+        separate master. Absent parameters refuse a write themselves.
         """
-        present = self.presence is Presence.PRESENT
-        self._shown.check(present, writes_count=present and not self.sharded and not self.home.separate_master)
+        if self.presence is Presence.PRESENT:
+            self._shown.check(writes_count=self.takes_writes)
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a write to the parameters lasts: they are whole at rest, and no master stands behind them."""
+        return not self.sharded and not self.home.separate_master
+
+    def _check_data(self) -> None:
+        """Raises if this rank's part of the gathered parameters differs from the part at rest."""
+        self.data_shown = False
+        whole = self._shard_of(self.whole)
+        if self.home.resting is not None:
+            at_rest = self.home.resting
+        elif self.home.fills_shard:
+            at_rest = self.home.rounded(self.home.master())
+        else:
+            at_rest = self.shard
+        if not compat.same_bits(whole, at_rest.to(whole.device)):
+            raise lost_write(f"{self.layout.slots[0].name}, or a neighbour in {self.label!r}, through .data")
 
 
 def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..comm import parallel
 from ..config.layout import Slot
 from ..system import compat
+from .absent import mark_absent, mark_present
 from .placeholder import Placeholders
 
 
@@ -20,23 +21,35 @@ class ShownParameters:
         self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], dtype: torch.dtype, placeholders: Placeholders
     ) -> None:
         self._parameters, self._slots, self._dtype = parameters, slots, dtype
-        self._placeholders = placeholders
         self._plain = all(parallel.local(parameter) is parameter for parameter in parameters)
         self.views: list[Tensor] = []
         """The parameters' places in the whole flat, whether or not the flat has memory now."""
         self._stand_ins = [placeholders.parameter(slot.shape, dtype) for slot in slots]
         self._pointers: list[int] = []
         self._versions: list[int] = []
-        placeholders.ask_when_written(self.take_written_names)
+        self.watched = False
+        """Every use of the parameters is seen (``absent.py``), whether or not they point at their values."""
 
-    def show(self) -> None:
-        """Points the parameters at their values. Before, on a CPU, checks that nobody wrote to a placeholder."""
-        self._placeholders.check_now()
+    def show(self, *, watched: bool = False) -> None:
+        """Points the parameters at their values. ``watched``: for user code, whose every use is seen."""
         self._point(self.views)
+        if watched:
+            self.watch()
+        else:
+            self.unwatch()
 
     def hide(self) -> None:
-        """Points the parameters at placeholders."""
+        """Points the parameters at placeholders. Every use of them then asks for the values."""
         self._point(self._stand_ins)
+        self.watch()
+
+    def watch(self) -> None:
+        self.watched = True
+        mark_absent(self._parameters)
+
+    def unwatch(self) -> None:
+        self.watched = False
+        mark_present(self._parameters)
 
     def outdate(self) -> None:
         """Notes that the parameters change, so that a backward through their old values raises."""
@@ -45,7 +58,8 @@ class ShownParameters:
 
     def accept_writes(self) -> None:
         """Notes that all writes until now are known."""
-        self._versions = compat.versions(self._parameters)
+        with compat.plain():
+            self._versions = compat.versions(self._parameters)
 
     def take_written_names(self) -> list[str]:
         """Names of parameters that were written in place. Accepts these writes."""
@@ -54,18 +68,22 @@ class ShownParameters:
         changed = zip(self._slots, before, self._versions, strict=True)
         return [slot.name for slot, old, new in changed if old != new]
 
-    def check(self, present: bool, *, writes_count: bool) -> None:
-        """Raises if a parameter was pointed elsewhere, or written to where the write would be lost.
+    def check(self, *, writes_count: bool) -> None:
+        """Raises if a parameter that is shown was pointed elsewhere, or written to where the write would be lost.
 
-        ``present`` tells whether parameters ought to point at their values. ``writes_count``: writes are not lost.
+        ``writes_count``: writes are not lost.
         """
+        with compat.plain():
+            self._check(writes_count=writes_count)
+
+    def _check(self, *, writes_count: bool) -> None:
         parts = self._parameters if self._plain else [parallel.local(parameter) for parameter in self._parameters]
         if compat.pointers(parts) == self._pointers and compat.versions(self._parameters) == self._versions:
             return
         facts = zip(self._slots, self._parameters, parts, self._versions, self._pointers, strict=True)
         for slot, parameter, part, version, pointer in facts:
             if compat.pointer(part) != pointer or part.dtype is not self._dtype or part.shape != slot.shape:
-                self._point(self.views if present else self._stand_ins)
+                self._point(self.views)
                 raise RuntimeError(
                     f"parameter {slot.name!r} was pointed at other memory after shard(), by a conversion or by an "
                     "assignment to .data; convert the model before shard(), and write values inside `with "
@@ -73,14 +91,19 @@ class ShownParameters:
                 )
             if compat.version(parameter) != version and not writes_count:
                 self.accept_writes()
-                self._placeholders.repair()
-                raise RuntimeError(
-                    f"parameter {slot.name!r} was written to where the write would be lost; "
-                    "write inside `with zeroshard.gathered(model, write=True):`"
-                )
+                raise lost_write(slot.name)
 
     def _point(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(self._parameters, tensors, strict=True):
-            compat.point(parameter, tensor)
+        with compat.plain():
+            for parameter, tensor in zip(self._parameters, tensors, strict=True):
+                compat.point(parameter, tensor)
         self._pointers = compat.pointers(tensors)
         self.accept_writes()
+
+
+def lost_write(name: str) -> RuntimeError:
+    """The error of a user who writes to a parameter where the write does not last."""
+    return RuntimeError(
+        f"parameter {name!r} was written to where the write would be lost; "
+        "write inside `with zeroshard.gathered(model, write=True):`"
+    )

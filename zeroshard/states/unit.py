@@ -9,7 +9,7 @@ from ..comm.fabric import Fabric
 from ..config.layout import ROOT_TITLE, UnitSpec, divide_into_flats
 from ..config.options import Precision
 from ..config.table import StateTable
-from .flat import Flat
+from .flat import Flat, Presence
 from .placeholder import Placeholders
 
 
@@ -46,6 +46,8 @@ class Unit:
         ]
         self.open_blocks = 0
         """How many ``gathered`` blocks are open. The unit stays present meanwhile."""
+        self.in_graph = False
+        """User code used parameters in the graph of a loss. The unit stays present until that backward is over."""
 
     @property
     def trainable_flats(self) -> list[Flat]:
@@ -54,6 +56,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(flat.layout.numel for flat in self.flats)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the parameters are present, or their gather has begun."""
+        return all(flat.presence is not Presence.RELEASED for flat in self.flats)
 
     @property
     def present(self) -> bool:
@@ -67,12 +74,17 @@ class Unit:
         for flat in self.flats:
             flat.prefetch()
 
-    def wait(self) -> None:
+    def wait(self, *, watched: bool = False) -> None:
         for flat in self.flats:
-            flat.wait()
+            flat.wait(watched=watched)
+
+    def watch(self) -> None:
+        for flat in self.flats:
+            if flat.present:
+                flat.watch()
 
     def release(self) -> None:
-        if self.open_blocks == 0:
+        if self.open_blocks == 0 and not self.in_graph:
             for flat in self.flats:
                 flat.release()
 

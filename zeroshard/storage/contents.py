@@ -264,8 +264,7 @@ def _state_dict(thing: Any, name: str) -> Any:
 
 def buffers_of(runtime: Runtime) -> list[tuple[str, Tensor]]:
     """The buffers that the model's state dict has, each once."""
-    with runtime.guards.names_only():
-        named: dict[str, Any] = runtime.model.state_dict(keep_vars=True)
+    named: dict[str, Any] = runtime.model.state_dict(keep_vars=True)
     extra = {f"{name}._extra_state".removeprefix(".") for name in extra_states_of(runtime)}
     parameters = {id(parameter) for parameter in runtime.model.parameters()}
     found: dict[int, tuple[str, Tensor]] = {}

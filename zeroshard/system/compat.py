@@ -143,6 +143,21 @@ def completed(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def plain() -> AbstractContextManager[Any]:
+    """In this context ``__torch_function__`` of tensor subclasses is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def is_fake_class(kind: type) -> bool:
+    """Whether tensors of this class have shapes but no values."""
+    return issubclass(kind, FakeTensor)
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape but no values, as in a dry run without a device."""
     return isinstance(local_tensor(tensor), FakeTensor)
@@ -262,6 +277,11 @@ def calling(function: Callable[..., Any], **others: Callable[..., Any]) -> Calla
 def untraced(function: Function) -> Function:
     """Makes ``torch.compile`` break the graph at a hook instead of tracing it."""
     return cast(Function, torch.compiler.disable(function))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bits, so that NaN equals NaN. Waits for the device."""
+    return is_fake(one) or torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

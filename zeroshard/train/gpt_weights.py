@@ -64,8 +64,7 @@ def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_byte
     model. An error of rank 0 is raised on all ranks.
     """
     runtime = runtime_of(model)
-    with runtime.guards.names_only():
-        names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     parameters = [parameter for unit in runtime.units for flat in unit.flats for parameter in flat.parameters]
     assert len(parameters) == len(names), "the GPT has no buffers in its state dict, and no parameter under two names"
     wholes = [WholeTensor(names[id(parameter)], tuple(parameter.shape), parameter.dtype) for parameter in parameters]

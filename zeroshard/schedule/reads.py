@@ -1,0 +1,100 @@
+"""Values for user code that uses a parameter between the passes of the model: in a log, an average, a loss.
+
+Where parameters are whole at rest, this rank waits for the updates under way and answers alone. Where they are shards
+(stage 3), the read is a collective: all ranks make it, and the whole unit is gathered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from ..comm.fabric import Fabric
+from ..states.absent import Use
+from ..states.flat import Flat
+from ..states.unit import Unit
+from ..system.sizes import size_text
+from .lifetimes import Lifetimes
+
+PATIENCE = 10.0
+"""Seconds after which a read raises if some rank does not make it."""
+
+BLOCK = "`with zeroshard.gathered(model):` on all ranks"
+WRITING_BLOCK = "`with zeroshard.gathered(model, write=True):` on all ranks"
+
+
+class Reads:
+    """The reader of one model (``states.absent.Reader``)."""
+
+    def __init__(self, units: Sequence[Unit], lifetimes: Lifetimes, fabric: Fabric, *, refuse: bool) -> None:
+        self._lifetimes, self._fabric, self._refuse = lifetimes, fabric, refuse
+        self._unit_of = {flat: unit for unit in units for flat in unit.flats}
+        self._warned = False
+        for flat in self._unit_of:
+            flat.reader = self
+
+    def bring(self, use: Use) -> None:
+        for flat in use.flats:
+            self._check_lasts(flat, use)
+            flat.wait_if_whole()
+        units = self._units(use)
+        if units:
+            self._bring_units(units, use)
+
+    def used_in_graph(self, use: Use) -> None:
+        self._lifetimes.stay_for_graph(self._units(use))
+
+    def _units(self, use: Use) -> list[Unit]:
+        """The units that must be gathered."""
+        return list(dict.fromkeys(self._unit_of[flat] for flat in use.flats if flat.sharded))
+
+    def _check_lasts(self, flat: Flat, use: Use) -> None:
+        """Raises if a write to these parameters, or to ``.data``, would be lost."""
+        if flat in use.written and not flat.takes_writes:
+            why = "divided among the ranks" if flat.sharded else "a copy of a master"
+            raise RuntimeError(
+                f"{use.function} would write to parameter {use.names[0]!r}, which is {why}, so the write would be "
+                f"lost; write inside {WRITING_BLOCK}"
+            )
+        if use.shows_data and not flat.sharded and flat.home.separate_master:
+            raise RuntimeError(
+                f".data of parameter {use.names[0]!r}: a master stands behind this parameter, and a write through "
+                f".data would be lost; read with .detach(), and write inside {WRITING_BLOCK}"
+            )
+
+    def _bring_units(self, units: list[Unit], use: Use) -> None:
+        names = f"parameter {use.names[0]!r}"
+        if self._refuse:
+            raise RuntimeError(
+                f'{use.function} needs the value of {names}, which is divided among the ranks (reads="raise"); read '
+                f"inside {BLOCK}"
+            )
+        released = [unit for unit in units if not unit.under_way]
+        if released:
+            self._meet(released, names, use)
+            self._warn(released, names, use)
+        self._lifetimes.read(units)
+        for flat in use.flats:
+            flat.data_shown = flat.data_shown or (flat.sharded and use.shows_data)
+
+    def _meet(self, units: list[Unit], names: str, use: Use) -> None:
+        patience = min(PATIENCE, self._fabric.stall_timeout)
+        missing = self._fabric.meeting.attend(", ".join(unit.title for unit in units), patience)
+        if missing is not None:
+            raise RuntimeError(
+                f"{use.function} needs the value of {names}, which is divided among the ranks (stage 3), so all ranks "
+                f"must make this read, and rank {missing.rank} did not (it is at {missing.where}); read inside {BLOCK}"
+            )
+
+    def _warn(self, units: list[Unit], names: str, use: Use) -> None:
+        if self._warned or self._fabric.rank > 0 or self._fabric.shards == 1:
+            return
+        self._warned = True
+        size = sum(flat.layout.numel * flat.dtype.itemsize for unit in units for flat in unit.flats)
+        titles = ", ".join(repr(unit.title) for unit in units[:3])
+        warnings.warn(
+            f"{use.function} used {names}, which is divided among the ranks (stage 3): all ranks gathered {titles} "
+            f"({size_text(size)}) for it. This is right, and costs a collective and memory each time; {BLOCK} makes it "
+            'visible, and reads="raise" refuses it',
+            stacklevel=6,
+        )
