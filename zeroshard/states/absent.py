@@ -25,30 +25,33 @@ from ..system.structures import tensors_in
 if TYPE_CHECKING:
     from .flat import Flat
 
-VALUE_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that show its values. All other attributes are facts."""
 
-FACTS = frozenset(
-    ("numel", "nelement", "size", "dim", "ndimension", "element_size", "get_device", "is_floating_point", "is_complex")
-    + ("is_signed", "is_inference", "is_pinned", "is_conj", "is_neg", "is_same_size", "is_tensor", "is_distributed")
-    + ("result_type", "can_cast", "__len__", "__hash__", "has_names", "register_hook", "requires_grad_", "retain_grad")
-    + ("register_post_accumulate_grad_hook", "detach_")
+FACTS = (
+    {"numel", "nelement", "size", "dim", "ndimension", "element_size", "get_device", "__len__", "__hash__", "has_names"}
+    | {"is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_conj", "is_neg", "is_same_size"}
+    | {"is_tensor", "is_distributed", "result_type", "can_cast", "requires_grad_", "retain_grad", "detach_"}
+    | {"register_hook", "register_post_accumulate_grad_hook"}
 )
 """Functions that need no value."""
 
-LIKE = frozenset(
-    ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
-    + ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
-)
+LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"} | {
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+}
 """Functions that make another tensor of the same dtype on the same device."""
 
-STRIDES = frozenset(("stride", "is_contiguous"))
+STRIDES = {"stride", "is_contiguous"}
 """Functions that ask for the layout. A placeholder has another layout than the parameter."""
 
 AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """Functions that take a parameter only to say which gradients are wanted."""
 
-WRITING = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__imod__", "__ipow__"))
+WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__imod__", "__ipow__"}
 """Functions that change their first argument, besides those whose names end in an underscore."""
 
 
