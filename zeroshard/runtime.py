@@ -155,6 +155,7 @@ class Runtime(NotCopyable):
         if write:
             self.finish_updates()  # otherwise a delayed update would overwrite the user's values
         absent = [unit for unit in units if not unit.present]
+        watched = [flat for unit in units for flat in unit.flats if flat.watched]
         try:
             for unit in units:
                 unit.gather()
@@ -162,13 +163,15 @@ class Runtime(NotCopyable):
             for unit in units:
                 unit.wait()
                 for flat in unit.flats:
-                    flat.lent = flat.lent or (lend and flat.sharded)
+                    if lend:
+                        flat.lend()
                     if write or (lend and not flat.sharded):
                         flat.home.before_write()
             yield
         finally:  # also after an exception: the other ranks come here too, and the collectives below need all ranks
             flats = [flat for unit in units for flat in unit.flats]
             written = [name for flat in flats for name in flat.take_written_names()] if lend else []
+            written += [flat.label for flat in flats if flat.data_written()]
             if write or (lend and self.fabric.maximum([bool(written)])[0]):
                 with torch.no_grad():
                     for flat in flats:
@@ -180,6 +183,8 @@ class Runtime(NotCopyable):
                 unit.open_blocks -= 1
             for unit in absent:
                 unit.release()
+            for flat in watched:
+                flat.watch()
         if written and not write:
             raise RuntimeError(
                 f"parameter {written[0]!r} was written to inside `zeroshard.gathered(...)`, which is for reading; pass "

@@ -57,7 +57,8 @@ class Guards:
 
 def _before_state_dict(flats: list[Flat], module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for flat in flats:
-        flat.lent = flat.lent or (flat.sharded and flat.present)  # else a release would empty the caller's views
+        if flat.present:
+            flat.lend()  # else a release would empty the caller's views
 
 
 def _check_here(flat: Flat, prefix: str) -> None:

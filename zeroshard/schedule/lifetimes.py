@@ -80,7 +80,7 @@ class Lifetimes:
         for unit in units:
             unit.wait(watched=True)
             for flat in unit.flats:
-                flat.lent = flat.lent or flat.sharded
+                flat.lend()
         self._read += absent
 
     def stay_for_graph(self, units: list[Unit]) -> None:
@@ -144,8 +144,7 @@ class Lifetimes:
         for unit in self._units:
             if unit not in self._unhooked and unit not in self._turning:
                 self.leave_forward(unit)
-            if self._sharded:
-                unit.watch()  # the user may look at units that stay for backward
+            unit.watch()
         return [self._root, *self._training.last] if self._forward is self._training else []
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -157,6 +156,7 @@ class Lifetimes:
         if self._sharded:
             self.require(unit, self._backward.enter(unit, self._ahead), "backward")
         else:
+            unit.unwatch()  # it may be recomputed
             trace.phase(f"backward {unit.title}")
 
     def enter_backward(self, unit: Unit, enclosing: tuple[Unit, ...]) -> list[Unit]:
@@ -202,6 +202,7 @@ class Lifetimes:
         self._end_graphs()
         for unit in self._units:
             self._release(unit)
+            unit.watch()
 
     def begin_step(self) -> None:
         """Releases what user code has read: its values become old."""

@@ -75,7 +75,7 @@ class Reads:
             self._warn(released, names, use)
         self._lifetimes.read(units)
         for flat in use.flats:
-            flat.data_shown = flat.data_shown or (flat.sharded and use.shows_data)
+            flat.lend(data=use.shows_data)
 
     def _meet(self, units: list[Unit], names: str, use: Use) -> None:
         patience = min(PATIENCE, self._fabric.stall_timeout)

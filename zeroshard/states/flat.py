@@ -36,7 +36,7 @@ from .device_home import DeviceHome
 from .gradient import FlatGradient
 from .home import Home, Publication
 from .placeholder import Placeholders
-from .shown_parameters import ShownParameters, lost_write
+from .shown_parameters import ShownParameters
 from .turns import Turns
 
 
@@ -93,8 +93,8 @@ class Flat:
         self.presence = Presence.PRESENT
         self.lent = False
         """User code saw the parameters and may have stored a view. A release then leaves the storage to that view."""
-        self.data_shown = False
-        """User code has ``.data`` of a parameter of a gathered flat. A write to it would be lost."""
+        self._data_shown = False
+        """User code may have written to a gathered flat in a way that autograd does not count: ``.data``, numpy."""
         self.reader: Reader | None = None
         """Brings values to user code that uses absent parameters. None until the model is sharded."""
         self._turns = Turns()
@@ -245,17 +245,23 @@ class Flat:
                 self._pending = None
             self._shown.show(watched=watched)
             self.presence = Presence.PRESENT
-        elif self._shown.watched and not watched:
-            self._shown.unwatch()
+        elif not watched:
+            self.unwatch()
 
     def watch(self) -> None:
-        """From now on every use of the parameters is seen, because no pass of the model needs them now."""
-        self._shown.watch()
+        """Called when no pass of the model needs the parameters. Uses that would be lost are seen from now on."""
+        if self.present and not self.takes_writes:
+            self._shown.watch()
+
+    def unwatch(self) -> None:
+        """Called before a pass of the model uses parameters that are present."""
+        if self.present and self._shown.watched:
+            self._shown.unwatch()
 
     def wait_if_whole(self) -> None:
-        """Waits for an update that is being published, where parameters are whole at rest."""
+        """Waits for an update that is being published, where parameters are whole at rest, so that users can read."""
         if not self.sharded:
-            self.wait()
+            self.wait(watched=not self.takes_writes)
 
     def release(self) -> None:
         """Gives the whole parameters' memory back. Does nothing if they are whole at rest."""
@@ -265,8 +271,11 @@ class Flat:
         if self.presence is Presence.PRESENT:
             self.check_unwritten()
             self._shown.hide()
-            if self.data_shown:
-                self._check_data()
+            if self.data_written():
+                raise RuntimeError(
+                    f"a parameter of {self.label!r} was written to through .data or numpy, where the write would be "
+                    "lost; write inside `with zeroshard.gathered(model, write=True):`"
+                )
         if self.lent or not self.whole.untyped_storage().resizable():  # numpy may use the memory
             self.lent = False
             self.whole = torch.empty_like(self.whole)
@@ -275,6 +284,12 @@ class Flat:
                 self.shard = self._shard_of(self.whole)
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
+
+    def lend(self, *, data: bool = False) -> None:
+        """Notes that user code sees gathered parameters. ``data``: also ``.data``. numpy works only on a CPU."""
+        if self.sharded:
+            self.lent = True
+            self._data_shown = self._data_shown or data or self.whole.device.type == "cpu"
 
     # -- publish --------------------------------------------------------------------------------------------------
 
@@ -303,6 +318,8 @@ class Flat:
             self._shown.hide()
             self.presence = Presence.UPDATING
             self._turns.expect(self)
+        else:
+            self.watch()
         self._publication = publication
 
     def _finish_gather(self) -> None:
@@ -341,18 +358,17 @@ class Flat:
         """Whether a write to the parameters lasts: they are whole at rest, and no master stands behind them."""
         return not self.sharded and not self.home.separate_master
 
-    def _check_data(self) -> None:
-        """Raises if this rank's part of the gathered parameters differs from the part at rest."""
-        self.data_shown = False
-        whole = self._shard_of(self.whole)
+    def data_written(self) -> bool:
+        """Whether user code wrote to this rank's part past autograd. Waits for the device, if ``.data`` was shown."""
+        if not self._data_shown:
+            return False
+        self._data_shown = False
+        whole, at_rest = self._shard_of(self.whole), self.shard
         if self.home.resting is not None:
             at_rest = self.home.resting
         elif self.home.fills_shard:
             at_rest = self.home.rounded(self.home.master())
-        else:
-            at_rest = self.shard
-        if not compat.same_bits(whole, at_rest.to(whole.device)):
-            raise lost_write(f"{self.layout.slots[0].name}, or a neighbour in {self.label!r}, through .data")
+        return not compat.same_bits(whole, at_rest.to(whole.device))
 
 
 def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:

@@ -91,7 +91,10 @@ class ShownParameters:
                 )
             if compat.version(parameter) != version and not writes_count:
                 self.accept_writes()
-                raise lost_write(slot.name)
+                raise RuntimeError(
+                    f"parameter {slot.name!r} was written to where the write would be lost; "
+                    "write inside `with zeroshard.gathered(model, write=True):`"
+                )
 
     def _point(self, tensors: Sequence[Tensor]) -> None:
         with compat.plain():
@@ -99,11 +102,3 @@ class ShownParameters:
                 compat.point(parameter, tensor)
         self._pointers = compat.pointers(tensors)
         self.accept_writes()
-
-
-def lost_write(name: str) -> RuntimeError:
-    """The error of a user who writes to a parameter where the write does not last."""
-    return RuntimeError(
-        f"parameter {name!r} was written to where the write would be lost; "
-        "write inside `with zeroshard.gathered(model, write=True):`"
-    )

@@ -80,8 +80,11 @@ class Unit:
 
     def watch(self) -> None:
         for flat in self.flats:
-            if flat.present:
-                flat.watch()
+            flat.watch()
+
+    def unwatch(self) -> None:
+        for flat in self.flats:
+            flat.unwatch()
 
     def release(self) -> None:
         if self.open_blocks == 0 and not self.in_graph:
