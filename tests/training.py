@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.models import Net, loss_of, net
+from zeroshard.states.absent import flat_of
+from zeroshard.states.flat import Presence
 
 STAGES = (0, 1, 2, 3)
 SHARDED_GRADIENTS = (1, 2, 3)
@@ -85,6 +87,12 @@ def assert_nobody_noticed(model: nn.Module, optimizer: torch.optim.Optimizer, ex
     assert_same(weights(model), expected)
     train(model, optimizer, 9)
     assert all(bool(torch.isfinite(value).all()) for value in weights(model).values())
+
+
+def is_released(parameter: nn.Parameter) -> bool:
+    """Whether this rank has only its shard of a parameter."""
+    flat = flat_of(parameter)
+    return flat is not None and flat.presence is Presence.RELEASED
 
 
 @contextmanager

@@ -158,12 +158,21 @@ def test_a_state_dict_is_right_directly_after_a_step_where_parameters_are_whole_
 
 
 @on_ranks(2)
-def test_a_state_dict_in_stage_three_raises_and_names_the_remedy_at_every_moment() -> None:
+def test_a_state_dict_in_stage_three_is_right_at_every_moment_and_can_be_used_afterwards() -> None:
     for moment in MOMENTS:
-        model, _, _ = at_moment(moment, stage=3)
-        for module in (model, model.blocks[0]):
-            with pytest.raises(RuntimeError, match=r"zeroshard\.full_state_dict"):
-                module.state_dict()
+        model, optimizer, _ = at_moment(moment, stage=3)
+        states = {name: model.get_submodule(name).state_dict() for name in ("", "blocks.0")}
+        expected = weights(model)
+        optimizer.zero_grad()
+        train(model, optimizer, 5)
+        assert_same(states[""], expected)
+        assert_same(
+            {f"blocks.0.{name}": value for name, value in states["blocks.0"].items()}, part(expected, "blocks.0")
+        )
+
+
+def part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name.startswith(prefix)}
 
 
 @in_stages

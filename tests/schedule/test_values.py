@@ -1,20 +1,25 @@
-"""DESIGN: "never dangling, never stale". A parameter is current, or reads as NaN and cannot be written."""
+"""DESIGN: "never dangling, never stale, never silent". Reading a parameter gives its value; a lost write is refused."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import re
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
-from tests.matrix import Stages, in_stages
+from tests.matrix import Stages, in_stages, slow
 from tests.models import batch, loss_of, net
 from tests.ranks import on_ranks
 from tests.schedule.moments import MOMENTS, at_moment
@@ -31,6 +36,8 @@ from tests.training import (
     trained_plainly,
     weights,
 )
+from zeroshard.runtime import runtime_of
+from zeroshard.states import absent
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
@@ -68,43 +75,161 @@ def saved_and_loaded(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("stage", [1, slow(2), 3])
 @on_ranks(2)
-def test_reading_a_released_parameter_gives_nan_in_every_way(moment: str) -> None:
-    model, _, _ = at_moment(moment, stage=3)
-    assert_reads_as_nan(model.get_parameter(INNER), torch.Size([39, 13]))
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@on_ranks(2)
-def test_reading_a_parameter_between_step_and_publication_gives_nan_in_every_way(stage: int) -> None:
-    model, _, _ = at_moment("step", stage)
-    assert_reads_as_nan(model.get_parameter(INNER), torch.Size([39, 13]))
-
-
-def assert_reads_as_nan(parameter: nn.Parameter, shape: torch.Size) -> None:
-    assert parameter.shape == shape
-    assert parameter.numel() == shape.numel()
-    assert parameter.dtype is torch.float32
-    assert "nan" in repr(parameter)
-    assert "nan" in str(parameter)
+def test_reading_a_parameter_gives_its_value_in_every_way_at_every_moment(stage: int, moment: str) -> None:
+    model, _, _ = at_moment(moment, stage)
+    expected = nn.Parameter(weights(model)[INNER])
     for name, read in READINGS.items():
-        value = torch.as_tensor(read(parameter))
-        assert bool(torch.isnan(value).all()), f"{name} gave {value}"
+        value, wanted = read(model.get_parameter(INNER)), read(expected)
+        assert type(value) is type(wanted), name
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(wanted)), name
+        model.get_parameter("last.bias").sum()  # releases what was read before, so that each reading is the first
+
+
+@on_ranks(2)
+def test_facts_about_a_parameter_need_neither_its_value_nor_the_other_ranks() -> None:
+    model, optimizer, _ = at_moment("step", stage=3)
+    parameter, plain = model.get_parameter(INNER), net(depth=2).get_parameter(INNER)
+    assert isinstance(parameter, nn.Parameter)
+    if dist.get_rank() == 0:
+        for fact in FACTS:
+            assert fact(parameter) == fact(plain)
+        assert f"'{INNER}' (its value is not here; shape=(39, 13)" in repr(parameter)
+        assert bool(torch.equal(torch.zeros_like(parameter), torch.zeros(39, 13)))
+        torch.manual_seed(5)
+        random = torch.randn_like(parameter)
+        torch.manual_seed(5)
+        assert torch.equal(random, torch.randn_like(plain))
+        handle = parameter.register_hook(lambda gradient: None)
+        handle.remove()
+        parameter.requires_grad_(True)
+        parameter.grad = None
+    assert_nobody_noticed(model, optimizer, dict(trained_plainly(1).state_dict()))
+
+
+FACTS: list[Callable[[nn.Parameter], Any]] = [
+    lambda p: p.shape,
+    lambda p: p.size(),
+    lambda p: p.stride(),
+    lambda p: p.is_contiguous(),
+    lambda p: p.numel(),
+    lambda p: p.dim(),
+    lambda p: p.dtype,
+    lambda p: p.device,
+    lambda p: p.requires_grad,
+    lambda p: p.is_leaf,
+    lambda p: p.grad_fn,
+    lambda p: p.grad,
+    lambda p: p.is_floating_point(),
+    lambda p: p.element_size(),
+    lambda p: p.nbytes,
+    lambda p: len(p),
+    lambda p: p.type(),
+    lambda p: p.new_zeros(3).tolist(),
+    lambda p: type(p.is_sparse),
+]
 
 
 @in_stages
 @pytest.mark.parametrize("moment", MOMENTS)
 @on_ranks(2)
-def test_a_parameter_is_either_current_or_nan_and_never_old(stages: Stages, moment: str) -> None:
+def test_every_parameter_reads_as_current(stages: Stages, moment: str) -> None:
     for stage in stages:
         model, _, _ = at_moment(moment, stage)
         seen = {name: p.detach().clone() for name, p in model.named_parameters()}
-        current = weights(model)
-        for name, value in seen.items():
-            if not torch.isnan(value).all():
-                assert torch.equal(value, current[name]), (stage, name)
-            else:
-                assert stage == 3 or (stage > 0 and moment == "step"), (stage, name)
+        assert_same(seen, weights(model))
+
+
+@on_ranks(2)
+def test_what_user_code_has_read_stays_valid_when_the_parameter_changes_or_is_released() -> None:
+    for stage in SHARDED_GRADIENTS:
+        for moment in ("forward", "step"):  # after forward the root is still gathered
+            model, optimizer, loss = at_moment(moment, stage)
+            seen = {name: p.detach() for name, p in model.named_parameters()}
+            if moment == "step":
+                assert_same({name: value.clone() for name, value in seen.items()}, weights(model))
+            if loss is not None and moment == "forward":
+                loss.backward()
+                optimizer.step()
+            train(model, optimizer, 1)
+            assert all(bool(value.isfinite().all()) for value in seen.values())
+
+
+@on_ranks(2)
+def test_reading_one_unit_after_another_gathers_one_unit_at_a_time() -> None:
+    model, _, _ = at_moment("step", stage=3)
+    for parameter in model.parameters():
+        parameter.norm()
+        present = {flat.label for flat in runtime_of(model).flats if flat.present}
+        assert present == {absent.flat_of(parameter).label}  # type: ignore[union-attr]
+    loss_of(model, 1)
+    assert not absent.flat_of(model.get_parameter(INNER)).present  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_a_read_that_rank_zero_makes_alone_works_where_parameters_are_whole_at_rest() -> None:
+    for stage in (0, 1, 2):
+        for offload in (None, "cpu"):
+            expected = [trained_plainly(step + 1, adamw).get_parameter(INNER).detach() for step in range(2)]
+            model, optimizer = shard(adamw, stage=stage, offload=offload)
+            for step in range(2):
+                train(model, optimizer, step)
+                if dist.get_rank() == 0:
+                    torch.testing.assert_close(model.get_parameter(INNER).detach(), expected[step])
+                    torch.testing.assert_close(model.state_dict()[INNER], expected[step])
+            loss_of(model, 3)
+
+
+@on_ranks(2)
+def test_a_read_that_rank_zero_makes_alone_in_stage_three_is_named_within_seconds() -> None:
+    expected = dict(trained_plainly(1).state_dict())
+    model, optimizer, _ = at_moment("step", stage=3)
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with refused(
+            "a read", r"norm\(\) needs the value of parameter 'blocks\.1\.up\.bias'.*rank 1 did not.*gathered\("
+        ):
+            model.blocks[1].up.bias.norm()  # the first block is gathered already, for the next forward
+        assert time.monotonic() - begin < 8
+    assert_nobody_noticed(model, optimizer, expected)
+
+
+@on_ranks(2)
+def test_ranks_that_read_different_units_are_named() -> None:
+    model, _ = shard(stage=3, stall_timeout=1.0)
+    other = 1 - dist.get_rank()
+    with pytest.raises(RuntimeError, match=rf"rank {other} did not \(it is at blocks\.{other}\)"):
+        model.blocks[dist.get_rank()].up.weight.norm()
+
+
+@on_ranks(2)
+def test_the_first_read_of_a_divided_parameter_warns_of_its_cost_and_can_be_refused() -> None:
+    model, _, _ = at_moment("backward", stage=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.get_parameter(INNER).norm()
+        model.get_parameter("blocks.1.up.weight").norm()
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (dist.get_rank() == 0), said
+    for text in said:
+        assert re.search(rf"norm\(\) used parameter '{INNER}'.*gathered 'blocks\.0' \(.*reads=\"raise\"", text)
+    model, _ = shard(stage=3, reads="raise")
+    with pytest.raises(RuntimeError, match=rf"norm\(\).*{INNER}.*reads=\"raise\".*zeroshard\.gathered\(model\)"):
+        model.get_parameter(INNER).norm()
+    with zeroshard.gathered(model):
+        model.get_parameter(INNER).norm()
+
+
+@on_ranks(2)
+def test_a_parameter_of_a_model_that_is_gone_says_so() -> None:
+    model, _, _ = at_moment("step", stage=3)
+    parameter = model.get_parameter(INNER)
+    del model, _
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"shape \(39, 13\) belonged to a sharded model that is gone"):
+        parameter.norm()
+    assert parameter.shape == (39, 13)
 
 
 @on_ranks(2)
@@ -132,17 +257,55 @@ ARITHMETIC: dict[str, Callable[[Tensor], Any]] = {
 
 
 @on_ranks(2)
-def test_arithmetic_in_place_on_a_parameter_that_is_not_current_raises() -> None:
-    for stage in SHARDED_GRADIENTS:
-        model, optimizer, _ = at_moment("step", stage)
-        expected = trained_plainly(1).state_dict()
-        parameter = model.get_parameter(INNER)
-        for name, write in ARITHMETIC.items():
-            for target in (parameter, parameter.data):
-                with torch.no_grad(), refused(f"{name} in stage {stage}"):
-                    write(target)
-        assert bool(torch.isnan(parameter).all())
-        assert_nobody_noticed(model, optimizer, dict(expected))
+def test_arithmetic_in_place_on_a_divided_parameter_is_refused_by_name() -> None:
+    model, optimizer, _ = at_moment("step", stage=3)
+    for name, write in ARITHMETIC.items():
+        with torch.no_grad(), refused(name, rf"would write to parameter '{INNER}'.*gathered\(model, write=True\)"):
+            write(model.get_parameter(INNER))
+    assert_nobody_noticed(model, optimizer, dict(trained_plainly(1).state_dict()))
+
+
+@in_stages
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"offload": "cpu"}], ids=str)
+@on_ranks(2)
+def test_a_write_to_a_parameter_with_a_master_is_refused_at_every_moment(stages: Stages, options: Any) -> None:
+    for stage in stages:
+        model, optimizer = shard(adamw, stage=stage, **options)
+        for step in range(2):
+            loss = loss_of(model, step)
+            for _ in range(2):  # after forward, and after step
+                parameter = model.get_parameter(INNER)
+                with torch.no_grad(), refused("clamp_", rf"clamp_\(\).*{INNER}.*gathered\(model, write=True\)"):
+                    parameter.clamp_(-1, 1)
+                if stage < 3:
+                    with refused(
+                        "data", rf"\.data of parameter '{INNER}'.*\.detach\(\).*gathered\(model, write=True\)"
+                    ):
+                        parameter.data.clamp_(-1, 1)
+                assert bool(parameter.detach().isfinite().all())
+                if loss is not None:
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    loss = None
+
+
+@on_ranks(2)
+def test_clamping_weights_after_a_step_as_a_critic_does_is_as_under_ddp() -> None:
+    for write in (lambda p: p.data.clamp_(-0.1, 0.1), lambda p: torch.no_grad()(p.clamp_)(-0.1, 0.1)):
+        plain = net(depth=2)
+        ddp, plain_optimizer = DistributedDataParallel(plain), sgd(plain.parameters())
+        for step in range(3):
+            train(ddp, plain_optimizer, step)
+            for parameter in plain.parameters():
+                write(parameter)
+        for stage in (0, 1, 2):
+            model, optimizer = shard(stage=stage)
+            for step in range(3):
+                train(model, optimizer, step)
+                for parameter in model.parameters():
+                    write(parameter)
+            assert_same(weights(model), dict(plain.state_dict()))
 
 
 def no_grad_fill(p: nn.Parameter) -> None:
@@ -186,36 +349,22 @@ SILENT_WRITES = {
 
 @pytest.mark.parametrize("way", SILENT_WRITES)
 @on_ranks(2)
-def test_filling_a_parameter_that_is_not_current_is_found_out_by_the_next_step_and_repaired(way: str) -> None:
-    for stage in SHARDED_GRADIENTS:
-        expected = dict(trained_plainly(1).state_dict())
-        model, optimizer, _ = at_moment("step", stage)
-        with refused(f"{way} in stage {stage}", "gathered|single memory location"):
-            SILENT_WRITES[way](model.get_parameter(INNER))
-            train(model, optimizer, 1)
-        optimizer.zero_grad()
-        # A second call shows that the first one left no trace.
-        assert torch.equal(model(batch(3)), plain_output(expected, 3))
-        assert_nobody_noticed(model, optimizer, expected)
+def test_a_write_to_a_divided_parameter_is_refused_or_found_out_by_the_next_step(way: str) -> None:
+    expected = dict(trained_plainly(1).state_dict())
+    model, optimizer, _ = at_moment("step", stage=3)
+    with refused(way, r"gathered\(model, write=True\)"):
+        SILENT_WRITES[way](model.get_parameter(INNER))
+        train(model, optimizer, 1)
+    optimizer.zero_grad()
+    # A second call shows that the first one left no trace.
+    assert torch.equal(model(batch(3)), plain_output(expected, 3))
+    assert_nobody_noticed(model, optimizer, expected)
 
 
 def plain_output(state: dict[str, Tensor], step: int) -> Tensor:
     plain = net(depth=2)
     plain.load_state_dict(state)
     return plain(batch(step))
-
-
-@on_ranks(2)
-def test_filling_one_parameter_is_named_and_does_not_show_in_another_afterwards() -> None:
-    for stage in SHARDED_GRADIENTS:
-        model, _, _ = at_moment("step", stage)
-        with torch.no_grad():
-            model.get_parameter(INNER).fill_(3.0)
-        with pytest.raises(RuntimeError, match=INNER):
-            loss_of(model, 1)
-        for name in ("blocks.1.up.weight", "blocks.1.norm.bias"):
-            value = model.get_parameter(name).detach()
-            assert not bool((value == 3.0).any()), (stage, name)
 
 
 @in_stages
@@ -246,40 +395,3 @@ def test_writing_where_parameters_are_whole_and_exact_is_as_in_plain_torch() -> 
             model.get_parameter(INNER).mul_(0.5)
         train(model, sharded, 1)
         assert_same(weights(model), dict(plain.state_dict()))
-
-
-@in_stages
-@on_ranks(2)
-def test_writing_to_sixteen_bit_parameters_behind_a_master_raises_by_the_next_step(stages: Stages) -> None:
-    for stage in stages:
-        model, optimizer = shard(adamw, stage=stage, precision="bf16")
-        train(model, optimizer, 0)
-        loss = loss_of(model, 1)  # all parameters are current in stages 0 to 2, only the root in stage 3
-        before = {name: value.clone() for name, value in weights(model).items()}
-        loss.backward()
-        if stage == 3:
-            with refused("a write in stage 3", r"first\.weight"), zeroshard.gathered(model), torch.no_grad():
-                model.first.weight.mul_(2)
-        else:
-            with torch.no_grad():
-                model.first.weight.mul_(2)
-            with pytest.raises(RuntimeError, match=r"first\.weight.*gathered"):
-                optimizer.step()
-        assert before.keys() == weights(model).keys()
-
-
-@on_ranks(2)
-def test_a_refused_step_leaves_all_weights_as_they_were_so_that_it_can_be_repeated() -> None:
-    for stage in (0, 1, 2):
-        model, optimizer = shard(adamw, stage=stage, precision="bf16")
-        train(model, optimizer, 0)
-        loss = loss_of(model, 1)
-        before = weights(model)
-        loss.backward()
-        with torch.no_grad():
-            model.blocks[1].norm.bias.add_(1)
-        with pytest.raises(RuntimeError, match=r"blocks\.1\.norm\.bias"):
-            optimizer.step()
-        after = weights(model)
-        changed = [name for name in after if not torch.equal(after[name], before[name])]
-        assert changed in ([], ["blocks.1.norm.bias"]), f"stage {stage}: half a step was made: {changed}"

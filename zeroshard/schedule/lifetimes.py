@@ -16,7 +16,7 @@ import torch
 
 from ..config.options import Config
 from ..states.flat import Flat
-from ..states.unit import Unit
+from ..states.unit import Graph, Unit
 from ..system import trace
 from .order import Order
 
@@ -83,11 +83,11 @@ class Lifetimes:
                 flat.lend()
         self._read += absent
 
-    def stay_for_graph(self, units: list[Unit]) -> None:
-        """User code used these units in the graph of a loss. They stay until that backward is over."""
+    def stay_for_graph(self, units: list[Unit], graph: Graph) -> None:
+        """User code used these units in a graph. They stay until its backward is over, or until the graph is gone."""
         self.called.update(units)
         for unit in units:
-            unit.in_graph = True
+            unit.graphs.add(graph)
 
     def _end_reads(self, units: list[Unit]) -> None:
         self._read = [unit for unit in self._read if unit not in units]
@@ -97,7 +97,7 @@ class Lifetimes:
     def _end_graphs(self) -> None:
         """No backward needs what user code has read."""
         for unit in self._units:
-            unit.in_graph = False
+            unit.graphs.clear()
 
     # -- forward --------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,13 @@ Where parameters are whole at rest, this rank waits for the updates under way an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..comm.fabric import Fabric
 from ..states.absent import Use
 from ..states.flat import Flat
-from ..states.unit import Unit
+from ..states.unit import Graph, Unit
 from ..system.sizes import size_text
 from .lifetimes import Lifetimes
 
@@ -41,8 +42,11 @@ class Reads:
         if units:
             self._bring_units(units, use)
 
-    def used_in_graph(self, use: Use) -> None:
-        self._lifetimes.stay_for_graph(self._units(use))
+    def used_in_graph(self, use: Use, nodes: Iterable[Any]) -> None:
+        graph = Graph()
+        for node in nodes:
+            node.metadata.setdefault("zeroshard.graphs", []).append(graph)
+        self._lifetimes.stay_for_graph(self._units(use), graph)
 
     def _units(self, use: Use) -> list[Unit]:
         """The units that must be gathered."""

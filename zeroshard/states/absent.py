@@ -78,8 +78,8 @@ class Reader(Protocol):
     def bring(self, use: Use) -> None:
         """Makes the values readable, or raises. Collective where parameters are shards."""
 
-    def used_in_graph(self, use: Use) -> None:
-        """Called after ``bring`` if autograd may need the values again, in a backward."""
+    def used_in_graph(self, use: Use, nodes: Iterable[Any]) -> None:
+        """Called after ``bring`` if autograd may need the values again: these nodes of its graph stand for the use."""
 
 
 _flats: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
@@ -241,9 +241,10 @@ def _answer(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         reader.bring(use)
     with lifted(parameters):
         result = function(*args, **kwargs)
-    if any(tensor.grad_fn is not None for tensor in tensors_in(result)):
+    nodes = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
+    if nodes:
         for reader, use in uses.items():
-            reader.used_in_graph(use)
+            reader.used_in_graph(use, nodes)
     return result
 
 

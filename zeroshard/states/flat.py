@@ -93,8 +93,8 @@ class Flat:
         self.presence = Presence.PRESENT
         self.lent = False
         """User code saw the parameters and may have stored a view. A release then leaves the storage to that view."""
-        self._data_shown = False
-        """User code may have written to a gathered flat in a way that autograd does not count: ``.data``, numpy."""
+        self._fingerprint: Tensor | None = None
+        """Of gathered parameters that user code may write to past autograd, through ``.data`` or numpy."""
         self.reader: Reader | None = None
         """Brings values to user code that uses absent parameters. None until the model is sharded."""
         self._turns = Turns()
@@ -268,14 +268,11 @@ class Flat:
         if not self.sharded or self.presence is Presence.RELEASED:
             return
         self._finish_gather()
+        written = False
         if self.presence is Presence.PRESENT:
             self.check_unwritten()
+            written = self.data_written()
             self._shown.hide()
-            if self.data_written():
-                raise RuntimeError(
-                    f"a parameter of {self.label!r} was written to through .data or numpy, where the write would be "
-                    "lost; write inside `with zeroshard.gathered(model, write=True):`"
-                )
         if self.lent or not self.whole.untyped_storage().resizable():  # numpy may use the memory
             self.lent = False
             self.whole = torch.empty_like(self.whole)
@@ -284,12 +281,18 @@ class Flat:
                 self.shard = self._shard_of(self.whole)
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
+        if written:
+            raise RuntimeError(
+                f"a parameter of {self.label!r} was written to through .data or numpy, where the write would be lost; "
+                "write inside `with zeroshard.gathered(model, write=True):`"
+            )
 
     def lend(self, *, data: bool = False) -> None:
         """Notes that user code sees gathered parameters. ``data``: also ``.data``. numpy works only on a CPU."""
         if self.sharded:
             self.lent = True
-            self._data_shown = self._data_shown or data or self.whole.device.type == "cpu"
+            if self._fingerprint is None and (data or self.whole.device.type == "cpu"):
+                self._fingerprint = compat.fingerprint(self.whole)
 
     # -- publish --------------------------------------------------------------------------------------------------
 
@@ -359,16 +362,9 @@ class Flat:
         return not self.sharded and not self.home.separate_master
 
     def data_written(self) -> bool:
-        """Whether user code wrote to this rank's part past autograd. Waits for the device, if ``.data`` was shown."""
-        if not self._data_shown:
-            return False
-        self._data_shown = False
-        whole, at_rest = self._shard_of(self.whole), self.shard
-        if self.home.resting is not None:
-            at_rest = self.home.resting
-        elif self.home.fills_shard:
-            at_rest = self.home.rounded(self.home.master())
-        return not compat.same_bits(whole, at_rest.to(whole.device))
+        """Whether user code wrote to gathered parameters past autograd. Waits for the device if ``.data`` was shown."""
+        before, self._fingerprint = self._fingerprint, None
+        return before is not None and bool(compat.fingerprint(self.whole) != before)
 
 
 def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 from ..comm import parallel
@@ -11,6 +12,10 @@ from ..config.options import Precision
 from ..config.table import StateTable
 from .flat import Flat, Presence
 from .placeholder import Placeholders
+
+
+class Graph:
+    """A mark in the nodes of one of autograd's graphs. It is gone when the graph is gone."""
 
 
 class Unit:
@@ -46,8 +51,8 @@ class Unit:
         ]
         self.open_blocks = 0
         """How many ``gathered`` blocks are open. The unit stays present meanwhile."""
-        self.in_graph = False
-        """User code used parameters in the graph of a loss. The unit stays present until that backward is over."""
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        """Graphs in which user code used parameters. The unit stays present until their backward is over."""
 
     @property
     def trainable_flats(self) -> list[Flat]:
@@ -87,7 +92,7 @@ class Unit:
             flat.unwatch()
 
     def release(self) -> None:
-        if self.open_blocks == 0 and not self.in_graph:
+        if self.open_blocks == 0 and not self.graphs:
             for flat in self.flats:
                 flat.release()
 

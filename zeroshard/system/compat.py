@@ -279,9 +279,12 @@ def untraced(function: Function) -> Function:
     return cast(Function, torch.compiler.disable(function))
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits, so that NaN equals NaN. Waits for the device."""
-    return is_fake(one) or torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def fingerprint(tensor: Tensor) -> Tensor | None:
+    """A number that depends on every bit of a flat tensor and on its place. It stays on the device."""
+    if is_fake(tensor):
+        return None
+    bits = tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+    return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
