@@ -95,7 +95,7 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
     values = {id(parameter): whole.to("cpu", copy=True) for parameter, whole in runtime.whole_parameters() if wanted}
     if not wanted:
         return {}
-    names = model.state_dict(keep_vars=True)
+    names = runtime.model.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
     for name, value in names.items():
         if id(value) in values:

@@ -272,8 +272,8 @@ class Runtime(NotCopyable):
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime of a sharded model."""
-    found = model.__dict__.get(_ATTRIBUTE)
+    """The runtime of a sharded model. ``torch.compile(model)`` is as good as the model."""
+    found = model.__dict__.get(_ATTRIBUTE) or compat.uncompiled(model).__dict__.get(_ATTRIBUTE)
     if not isinstance(found, Runtime):
         raise ValueError(f"this {type(model).__name__} is not sharded; pass the model that zeroshard.shard() returned")
     return found

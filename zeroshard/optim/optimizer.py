@@ -19,6 +19,7 @@ from ..states.gradient import read_user_changes
 from ..states.updates import Updates
 from ..system import compat
 from .device_updates import DeviceUpdates
+from .foreign import TrainedParameters, step_freely
 from .piece_states import PieceStates
 from .treatment import Treatment
 
@@ -83,6 +84,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizer's states, by piece."""
         self.piece_states.take_over(original)
         self._complete = True
+        step_freely(self)
+        self._trained = TrainedParameters(flats, self)
         original.register_step_pre_hook(_refuse_old_handle)
         original.register_state_dict_pre_hook(_refuse_old_handle)
         original.register_load_state_dict_pre_hook(_refuse_old_handle)

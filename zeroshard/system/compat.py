@@ -97,6 +97,15 @@ def has_global_hooks() -> bool:
     return bool(nn.modules.module._has_any_global_hook())
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module behind ``torch.compile(module)``. Any other module is returned as it is.
+
+    The wrapper is known by the name of its child: importing its class takes half a second.
+    """
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a buffer of a module enters its state dict."""
     return name not in module._non_persistent_buffers_set
