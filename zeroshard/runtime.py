@@ -28,6 +28,7 @@ from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reads import Reads
 from .schedule.reducer import Reducer
+from .schedule.structure import Structure
 from .states.buffers import Buffers, make_ordinary
 from .states.flat import Flat
 from .states.placeholder import Placeholders
@@ -87,9 +88,11 @@ class Runtime(NotCopyable):
         self.reducer = Reducer(self.units, fabric, self._buffers, by_position=sharded_parameters)
         turns.order = self.reducer.publishing_order
         self.faults = Faults(config.on_nonfinite, fabric, self._buffers)
+        self._structure = Structure(model, self.units)
         self.schedule = Schedule(
             model,
             self.units,
+            self._structure,
             table=self.table,
             config=config,
             reducer=self.reducer,
@@ -243,6 +246,9 @@ class Runtime(NotCopyable):
 
     def check_no_block_open(self, doing: str) -> None:
         check_no_block_open(self.units, doing)
+
+    def check_structure(self) -> None:
+        self._structure.check()
 
     def agree(self) -> bool:
         return self.reducer.agree()

@@ -34,6 +34,9 @@ class Passes(Protocol):
     def check_no_block_open(self, doing: str) -> None:
         """Raises while a ``gathered`` block shows parameters."""
 
+    def check_structure(self) -> None:
+        """Raises if parameters were added or replaced since ``shard()``."""
+
     def agree(self) -> bool:
         """Brings all ranks to the same averaged gradients. Returns False if they had agreed already."""
 
@@ -124,6 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self._passes.check_no_block_open("step()")
+        self._passes.check_structure()
         for updates in self._updates:
             updates.before_step()
         for flat in self._flats:

@@ -32,6 +32,7 @@ from .border import Border
 from .lifetimes import Lifetimes
 from .outputs import AttributeOutputs, hook_outputs
 from .reducer import Reducer
+from .structure import Structure
 
 
 class Schedule:
@@ -41,6 +42,7 @@ class Schedule:
         self,
         model: nn.Module,
         units: list[Unit],
+        structure: Structure,
         *,
         table: StateTable,
         config: Config,
@@ -48,7 +50,7 @@ class Schedule:
         scaler: LossScaler | None,
         faults: Faults,
     ) -> None:
-        self._root, self._units = units[0], units
+        self._root, self._units, self._structure = units[0], units, structure
         self._reducer, self._faults = reducer, faults
         self._border = Border(config.precision, scaler)
         self._sharded = table.parameters.extent is Extent.SHARD
@@ -93,6 +95,7 @@ class Schedule:
         return self._border.enter(args), self._border.enter(kwargs)
 
     def _begin_forward(self) -> None:
+        self._structure.check()
         if self._backward_running:
             warnings.warn(
                 "the last backward did not finish: its gradients, and all others since the last step, are discarded",

@@ -106,6 +106,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
+def outline(modules: list[nn.Module]) -> list[tuple[type, int]]:
+    """The class of each module and its number of children. Cheap enough for every forward."""
+    return [(module.__class__, len(module._modules)) for module in modules]
+
+
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a buffer of a module enters its state dict."""
     return name not in module._non_persistent_buffers_set
