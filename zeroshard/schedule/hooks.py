@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import parallel
+from ..comm.watchdog import BACKWARD, EVALUATION, FORWARD, Watchdog
 from ..config.options import Config
 from ..config.table import Extent, Place, StateTable
 from ..optim.loss_scale import LossScaler
@@ -49,9 +50,10 @@ class Schedule:
         reducer: Reducer,
         scaler: LossScaler | None,
         faults: Faults,
+        watchdog: Watchdog,
     ) -> None:
         self._root, self._units, self._structure = units[0], units, structure
-        self._reducer, self._faults = reducer, faults
+        self._reducer, self._faults, self._watchdog = reducer, faults, watchdog
         self._border = Border(config.precision, scaler)
         self._sharded = table.parameters.extent is Extent.SHARD
         self.lifetimes = Lifetimes(units, config, sharded=self._sharded)
@@ -96,6 +98,7 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         self._structure.check()
+        self._watchdog.begin_pass(FORWARD if torch.is_grad_enabled() else EVALUATION)
         if self._backward_running:
             warnings.warn(
                 "the last backward did not finish: its gradients, and all others since the last step, are discarded",
@@ -163,6 +166,7 @@ class Schedule:
             order = self.lifetimes.end_forward()
             if order:
                 self._reducer.propose_order(order)
+            self._watchdog.end_pass()
         output = self._border.leave(output)
         if torch.is_grad_enabled():
             hook_outputs(output, self._before_model_backward_hook, "model")
@@ -195,6 +199,7 @@ class Schedule:
             self.lifetimes.second_backward = True
         if not self._backward_running:
             self._backward_running = True
+            self._watchdog.begin_pass(BACKWARD)
             self._faults.begin_backward()
             self._gather_for_others()
             self.lifetimes.begin_backward()
@@ -240,6 +245,7 @@ class Schedule:
             self.lifetimes.end_backward()
             with torch.no_grad():
                 self._reducer.end_backward()
+            self._watchdog.end_pass()
 
 
 def _owners_of_root(model: nn.Module, root: Unit) -> list[nn.Module]:

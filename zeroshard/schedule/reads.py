@@ -74,10 +74,11 @@ class Reads:
                 f"inside {BLOCK}"
             )
         released = [unit for unit in units if not unit.under_way]
-        if released:
-            self._meet(released, names, use)
-            self._warn(released, names, use)
-        self._lifetimes.read(units)
+        with self._fabric.watchdog.during("a read of a parameter"):
+            if released:
+                self._meet(released, names, use)
+                self._warn(released, names, use)
+            self._lifetimes.read(units)
         for flat in use.flats:
             flat.lend(data=use.shows_data)
 
