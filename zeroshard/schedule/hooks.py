@@ -34,6 +34,7 @@ from .lifetimes import Lifetimes
 from .outputs import AttributeOutputs, hook_outputs
 from .reducer import Reducer
 from .structure import Structure
+from .transforms import Transforms
 
 
 class Schedule:
@@ -57,6 +58,7 @@ class Schedule:
         self._border = Border(config.precision, scaler)
         self._sharded = table.parameters.extent is Extent.SHARD
         self.lifetimes = Lifetimes(units, config, sharded=self._sharded)
+        self._transforms = Transforms(units, self.lifetimes, sharded=self._sharded, scaled=scaler is not None)
         self._backward_running = False
         self._running: list[Unit] = []
         """Units whose forward is running, outermost first."""
@@ -91,9 +93,13 @@ class Schedule:
     # -- forward --------------------------------------------------------------------------------------------------
 
     def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not compat.in_backward():
-            self._begin_forward()
-        self.lifetimes.require(self._root)
+        if compat.in_transform():
+            self._structure.check()
+            self._transforms.enter(self._root)
+        else:
+            if not compat.in_backward():
+                self._begin_forward()
+            self.lifetimes.require(self._root)
         return self._border.enter(args), self._border.enter(kwargs)
 
     def _begin_forward(self) -> None:
@@ -128,16 +134,24 @@ class Schedule:
                     )
 
     def _before_owner(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.lifetimes.require(self._root)
+        if compat.in_transform():
+            self._transforms.enter(self._root)
+        else:
+            self.lifetimes.require(self._root)
 
     def _before_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if compat.in_backward():
+        if compat.in_transform():
+            self._transforms.enter(unit)
+        elif compat.in_backward():
             self.lifetimes.enter_recomputation(unit)
         else:
             self._running.append(unit)
             self.lifetimes.enter_forward(unit)
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if compat.in_transform():
+            self._transforms.leave(unit)
+            return
         recomputed = compat.in_backward()
         if not recomputed and unit in self._running:
             self._running.remove(unit)
@@ -159,6 +173,9 @@ class Schedule:
         return found
 
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if compat.in_transform():
+            self._transforms.leave_model()
+            return self._border.leave(output)
         if not compat.in_backward():
             trace.phase(f"loss of {type(model).__name__}")
             self._faults.look_at(self._root, output)

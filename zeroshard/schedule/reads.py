@@ -14,6 +14,7 @@ from ..comm.fabric import Fabric
 from ..states.absent import Use
 from ..states.flat import Flat
 from ..states.unit import Graph, Unit
+from ..system import compat
 from ..system.sizes import size_text
 from .lifetimes import Lifetimes
 
@@ -35,6 +36,10 @@ class Reads:
             flat.reader = self
 
     def bring(self, use: Use) -> None:
+        with compat.outside_transforms():
+            self._bring(use)
+
+    def _bring(self, use: Use) -> None:
         for flat in use.flats:
             self._check_lasts(flat, use)
             flat.wait_if_whole()

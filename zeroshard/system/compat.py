@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +28,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass. Recomputation calls forward hooks there."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Whether this code runs inside ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def transform_differentiates() -> bool:
+    """Whether the values computed now, inside ``torch.func``, are needed again for derivatives."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return torch.is_grad_enabled() or any(level.key() != TransformType.Vmap for level in levels)
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """In this context the code runs as if ``torch.func`` were not there. Tensors have memory again."""
+    return temporarily_clear_interpreter_stack()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
