@@ -56,10 +56,11 @@ def shard(
     start_process_group(device)
     _prepare_bf16(model, device, config)
     fabric = Fabric(device, config.stall_timeout, config.mesh, parallel.mesh_of(model))
-    check_same_everywhere(model, optimizer, config, fabric)
-    check_partition(config, fabric)
-    config, foresight = _consult_plan(model, optimizer, config, fabric)
-    runtime = Runtime(model, optimizer, config, fabric)
+    with fabric.watchdog.during("shard()"):
+        check_same_everywhere(model, optimizer, config, fabric)
+        check_partition(config, fabric)
+        config, foresight = _consult_plan(model, optimizer, config, fabric)
+        runtime = Runtime(model, optimizer, config, fabric)
     if foresight is not None:
         runtime.shortage.suggest = partial(foresight.instead, runtime.stage, config.offload)
     _warn_of_one_unit(runtime)
@@ -92,10 +93,12 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
         raise ValueError(f"rank={rank} does not exist in a world of {runtime.fabric.world}")
     wanted = rank is None or rank == runtime.fabric.rank
     # All ranks take part in the gathers. Only the ranks that want the values copy them.
-    values = {id(parameter): whole.to("cpu", copy=True) for parameter, whole in runtime.whole_parameters() if wanted}
+    with runtime.fabric.watchdog.during("full_state_dict()"):
+        parameters = runtime.whole_parameters()
+        values = {id(parameter): whole.to("cpu", copy=True) for parameter, whole in parameters if wanted}
     if not wanted:
         return {}
-    names = model.state_dict(keep_vars=True)
+    names = runtime.model.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
     for name, value in names.items():
         if id(value) in values:

@@ -11,6 +11,7 @@ from .config.options import Config
 from .offload.rules import check_has_kernel
 from .optim.optimizer import ShardedOptimizer
 from .runtime import is_sharded
+from .schedule.structure import leave, parallel_wrapper
 
 
 def check_model(model: nn.Module) -> None:
@@ -30,6 +31,10 @@ def check_model(model: nn.Module) -> None:
             "or leave all on the CPU and let shard() move them"
         )
     for name, module in model.named_modules():
+        wrapper = parallel_wrapper(module)
+        if wrapper is not None:
+            what = repr(name) if name else "the model"
+            raise ValueError(f"{what} was given to {wrapper} before shard(); {leave(wrapper)}")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(f"{name!r} has sparse gradients, which cannot be sharded; build it with sparse=False")
     for name, parameter in model.named_parameters():

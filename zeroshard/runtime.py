@@ -28,6 +28,7 @@ from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reads import Reads
 from .schedule.reducer import Reducer
+from .schedule.structure import Structure
 from .states.buffers import Buffers, make_ordinary
 from .states.flat import Flat
 from .states.placeholder import Placeholders
@@ -87,14 +88,17 @@ class Runtime(NotCopyable):
         self.reducer = Reducer(self.units, fabric, self._buffers, by_position=sharded_parameters)
         turns.order = self.reducer.publishing_order
         self.faults = Faults(config.on_nonfinite, fabric, self._buffers)
+        self._structure = Structure(model, self.units)
         self.schedule = Schedule(
             model,
             self.units,
+            self._structure,
             table=self.table,
             config=config,
             reducer=self.reducer,
             scaler=self.scaler,
             faults=self.faults,
+            watchdog=fabric.watchdog,
         )
         self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
@@ -142,9 +146,10 @@ class Runtime(NotCopyable):
 
     def synchronize(self) -> None:
         """Waits for updates that are under way, so that parameters that are whole at rest can be read."""
-        self.finish_updates()
-        for flat in self.flats:
-            flat.wait_if_whole()
+        with self.fabric.watchdog.during("synchronize()"):
+            self.finish_updates()
+            for flat in self.flats:
+                flat.wait_if_whole()
 
     @contextmanager
     def gathered(self, units: list[Unit], *, write: bool = False, lend: bool = False) -> Iterator[None]:
@@ -152,31 +157,33 @@ class Runtime(NotCopyable):
 
         Units that were present before, because backward needs them for example, stay present.
         """
+        during, flats = self.fabric.watchdog.during, [flat for unit in units for flat in unit.flats]
         if write:
             self.finish_updates()  # otherwise a delayed update would overwrite the user's values
         absent = [unit for unit in units if not unit.present]
-        watched = [flat for unit in units for flat in unit.flats if flat.watched]
+        watched = [flat for flat in flats if flat.watched]
         try:
-            for unit in units:
-                unit.gather()
-                unit.open_blocks += 1
-            for unit in units:
-                unit.wait()
-                for flat in unit.flats:
+            with during("gathered()"):
+                for unit in units:
+                    unit.gather()
+                    unit.open_blocks += 1
+                for unit in units:
+                    unit.wait()
+                for flat in flats:
                     if lend:
                         flat.lend()
                     if write or (lend and not flat.sharded):
                         flat.home.before_write()
             yield
         finally:  # also after an exception: the other ranks come here too, and the collectives below need all ranks
-            flats = [flat for unit in units for flat in unit.flats]
             written = [name for flat in flats for name in flat.take_written_names()] if lend else []
             written += [flat.label for flat in flats if flat.data_written()]
-            if write or (lend and self.fabric.maximum([bool(written)])[0]):
-                with torch.no_grad():
-                    for flat in flats:
-                        if write or not flat.sharded:
-                            flat.rewrite()
+            with during("the end of a gathered() block"):
+                if write or (lend and self.fabric.maximum([bool(written)], "the agreement on writes")[0]):
+                    with torch.no_grad():
+                        for flat in flats:
+                            if write or not flat.sharded:
+                                flat.rewrite()
             for flat in flats:
                 flat.home.after_write()
             for unit in units:
@@ -244,6 +251,9 @@ class Runtime(NotCopyable):
     def check_no_block_open(self, doing: str) -> None:
         check_no_block_open(self.units, doing)
 
+    def check_structure(self) -> None:
+        self._structure.check()
+
     def agree(self) -> bool:
         return self.reducer.agree()
 
@@ -272,8 +282,8 @@ class Runtime(NotCopyable):
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime of a sharded model."""
-    found = model.__dict__.get(_ATTRIBUTE)
+    """The runtime of a sharded model. ``torch.compile(model)`` is as good as the model."""
+    found = model.__dict__.get(_ATTRIBUTE) or compat.uncompiled(model).__dict__.get(_ATTRIBUTE)
     if not isinstance(found, Runtime):
         raise ValueError(f"this {type(model).__name__} is not sharded; pass the model that zeroshard.shard() returned")
     return found

@@ -319,3 +319,30 @@ def test_a_full_state_dict_of_a_model_that_is_not_sharded_is_refused() -> None:
         zeroshard.full_state_dict(model.blocks[0])
     with pytest.raises(ValueError, match="not sharded"):
         zeroshard.full_state_dict(net())
+
+
+# -- the compiled model -----------------------------------------------------------------------------------------------
+
+
+@in_stages
+@on_ranks(2)
+def test_the_compiled_model_is_as_good_as_the_model_for_every_function(stages: Stages, tmp_path: Any) -> None:
+    expected = dict(trained_plainly(2).state_dict())
+    for stage in stages:
+        model, optimizer = shard(stage=stage)
+        compiled: Any = torch.compile(model, backend="eager")
+        train(model, optimizer, 0)
+        folder = f"{tmp_path}/{stage}"
+        zeroshard.save(folder, compiled, optimizer)
+        with zeroshard.no_sync(compiled):
+            loss_of(model, 1).backward()
+        optimizer.zero_grad()
+        zeroshard.load(folder, compiled, optimizer)
+        train(model, optimizer, 1)
+        zeroshard.synchronize(compiled)
+        assert zeroshard.stats(compiled).steps == 2
+        assert_same(zeroshard.full_state_dict(compiled), expected)
+        with zeroshard.gathered(compiled):
+            assert torch.equal(model.get_parameter(INNER), expected[INNER])
+    with pytest.raises(ValueError, match="not sharded"):
+        zeroshard.stats(torch.compile(net()))

@@ -26,20 +26,20 @@ def test_a_wait_that_failed_fails_again(error: BaseException) -> None:
         calls.append(1)
         raise error
 
-    pending = _OnHost(lane, finish)
+    pending = _OnHost(lane, finish, "a gather")
     with pytest.raises(StallError if isinstance(error, RuntimeError) else type(error)):
         pending.wait()
     for _ in range(2):
         with pytest.raises(StallError, match="no collective is possible since an earlier one failed"):
             pending.wait()
     assert len(calls) == 1
-    with pytest.raises(StallError, match="earlier one failed"), lane.blaming_stalls():
+    with pytest.raises(StallError, match="earlier one failed"), lane.blaming_stalls("a gather"):
         pytest.fail("a collective began on a broken lane")
 
 
 def test_a_wait_that_succeeded_is_over() -> None:
     calls: list[int] = []
-    pending = _OnHost(lane_of_one(), lambda: calls.append(1))
+    pending = _OnHost(lane_of_one(), lambda: calls.append(1), "a gather")
     pending.wait()
     pending.wait()
     assert calls == [1]

@@ -67,6 +67,7 @@ def test_a_model_sharded_in_a_world_of_one_refuses_to_be_copied_too(way: str) ->
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "to dtype": lambda m: m.to(torch.float64),
     "to device": lambda m: m.to("meta"),
+    "to dtype on the same device": lambda m: m.to("cpu:0", torch.float16),
     "half": lambda m: m.half(),
     "bfloat16": lambda m: m.bfloat16(),
     "double": lambda m: m.double(),
@@ -122,10 +123,13 @@ def test_conversions_that_change_nothing_are_fine_at_any_moment(stages: Stages) 
 
         def convert(model: Net = model) -> None:
             assert model.to("cpu") is model
+            assert model.to("cpu:0") is model
+            assert model.to(torch.device("cpu", 0), torch.float32, non_blocking=True) is model
             assert model.to(torch.float32) is model
             assert model.float() is model
             assert model.cpu() is model
             assert model.blocks[0].to("cpu", torch.float32) is model.blocks[0]
+            assert model.last.to("cpu:0") is model.last
 
         for step in range(2):
             convert()

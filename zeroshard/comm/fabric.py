@@ -130,7 +130,7 @@ class Fabric:
         """Takes rank 0's values. ``divided``: the values of the first rank that has the same part of the model."""
         group = self.data_group if divided else self.group
         if group is not None:
-            with self.gathers.blaming_stalls():
+            with self.gathers.blaming_stalls("a broadcast"):
                 dist.broadcast(tensor, group=group, group_src=0)
 
     def broadcast_together(self, tensors: Sequence[Tensor], *, divided: bool = False) -> None:
@@ -146,7 +146,7 @@ class Fabric:
         """Every rank's small Python value, in rank order. Blocks."""
         if self._alone:
             return [value] * self.world
-        with self.gathers.blaming_stalls():
+        with self.gathers.blaming_stalls("an exchange of decisions"):
             return self._gather_first(value)
 
     def _gather_first(self, value: object) -> list[Any]:
@@ -160,7 +160,7 @@ class Fabric:
         if self._alone:
             return value
         values = [value]
-        with self.gathers.blaming_stalls():
+        with self.gathers.blaming_stalls("a decision of rank 0"):
             dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
@@ -174,13 +174,13 @@ class Fabric:
         self.watchdog.note(where)
         host = torch.tensor(values, dtype=torch.int64)
         if self._side is None:
-            with self.gathers.blaming_stalls():
+            with self.gathers.blaming_stalls(where):
                 work = work_of(dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group, async_op=True))
                 work.wait(self._patience)
             return [int(value) for value in host.tolist()]
         if self.gathers.stream is not None:
             self._side.wait_stream(self.gathers.stream)  # the operations of a group must have one order
-        with torch.cuda.stream(self._side), self.gathers.blaming_stalls():
+        with torch.cuda.stream(self._side), self.gathers.blaming_stalls(where):
             on_device = host.pin_memory().to(self.device, non_blocking=True)
             dist.all_reduce(on_device, dist.ReduceOp.MAX, group=self.group)
             agreed = torch.empty_like(host, pin_memory=True)

@@ -57,11 +57,13 @@ class _OnHost:
 
     lane: Lane
     finish: Finish
+    entry: str
+    """The operation, as the lane's log has it."""
     done: bool = False
 
     def wait(self) -> None:
         if not self.done:
-            with self.lane.blaming_stalls():
+            with self.lane.blaming_stalls(self.entry):
                 try:
                     self.finish()
                 except BaseException as error:
@@ -134,7 +136,7 @@ class Lane:
     def gather_small(self, value: Tensor) -> Tensor:
         """The values of all ranks, one row each. Neither counted nor hashed."""
         rows = torch.empty(self.world, *value.shape, dtype=value.dtype, device=value.device)
-        with self.blaming_stalls():
+        with self.blaming_stalls("a small gather"):
             all_gather(rows, value[None], group=self.group)
         return rows
 
@@ -147,20 +149,19 @@ class Lane:
         return self._start(start)
 
     @contextmanager
-    def blaming_stalls(self) -> Iterator[None]:
-        """Turns a time-out or lost connection of the backend into an error that names the rank and the unit.
+    def blaming_stalls(self, operation: str) -> Iterator[None]:
+        """Turns a time-out or lost connection of the backend into an error that names the rank and the operation.
 
         The lane is broken from then on. Later operations raise, so no rank uses data that did not arrive.
         """
         if self._broken is not None:
-            raise StallError(f"no collective is possible since an earlier one failed: {self._broken}")
+            raise StallError(f"{self._broken} (no collective is possible since an earlier one failed)")
         try:
             yield
         except RuntimeError as error:
-            if not _is_of_the_backend(error):
+            if isinstance(error, StallError) or not _is_of_the_backend(error):
                 raise
-            last = self.log[-1] if self.log else "the first collective"
-            stall = StallError(f"{self._watchdog.explain(last)} (the backend said: {error})")
+            stall = StallError(f"{self._watchdog.explain(operation)} (the backend said: {error})")
             self.break_off(str(stall))
             raise stall from error
 
@@ -177,14 +178,15 @@ class Lane:
             self.meter.count(kind, whole.numel(), whole.element_size())
 
     def _start(self, start: Callable[[], Finish | None]) -> Pending:
+        operation = self.log[-1] if self.log else "the first collective"
         if self.stream is None:
-            with self.blaming_stalls():
+            with self.blaming_stalls(operation):
                 finish = start()
-            return Done() if finish is None else _OnHost(self, finish)
+            return Done() if finish is None else _OnHost(self, finish, operation)
         # The lane waits for all work that the device was given so far. Inputs are then written, and nobody reads
         # released memory any more. Work that the device is given later runs at the same time as the lane.
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self.stream), self.blaming_stalls():
+        with torch.cuda.stream(self.stream), self.blaming_stalls(operation):
             start()
         event = torch.cuda.Event()
         event.record(self.stream)

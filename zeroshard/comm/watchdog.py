@@ -1,8 +1,8 @@
-"""Finds the rank that the other ranks wait for when a collective stalls.
+"""Finds the rank that the other ranks wait for when a collective stalls, and the call that only some ranks make.
 
-Every rank posts its last collective once a second, into the key-value store of the process group. A rank whose
-collective stalls reads the posts of all ranks. A thread does the posting: a rank that hangs in other code still posts,
-and a rank that has died is silent.
+Every rank posts its last collective and the user's call that it belongs to once a second, into the key-value store of
+the process group. A rank whose collective stalls reads the posts of all ranks. A thread does the posting: a rank that
+hangs in other code still posts, and a rank that has died is silent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from ..system import compat
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3
+FORWARD = "a forward"
+EVALUATION = "a forward without gradients, as in evaluation or generate()"
+BACKWARD = "a backward"
 LEAVE_SECONDS = 5.0
 """How long the end of the interpreter waits for posts under way."""
 
@@ -33,6 +38,27 @@ class Post(NamedTuple):
     beat: int
     operations: int
     where: str
+    """The collective that the rank began last."""
+    call: str | None
+    """The user's call that the rank is in."""
+    calls: dict[str, int]
+    """How many times the rank has begun each of the user's calls. The last one comes last."""
+
+
+class _Other(NamedTuple):
+    """The rank that is waited for."""
+
+    rank: int
+    post: Post
+    gone: bool
+
+    def told(self) -> str:
+        last = next(reversed(self.post.calls), None)
+        if self.gone:
+            return f"rank {self.rank} has died or left, " + ("before any call" if last is None else f"after {last}")
+        if self.post.call is not None:
+            return f"rank {self.rank} is in {self.post.call}"
+        return f"rank {self.rank} is in no such call" + ("" if last is None else f"; its last one was {last}")
 
 
 class Watchdog:
@@ -41,6 +67,11 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, world: int, name: str, timeout: float) -> None:
         self._store, self._rank, self._world, self._name, self._timeout = store, rank, world, name, timeout
         self._operations, self._where, self._beat = 0, "the start", 0
+        self._pass: str | None = None
+        """The forward or backward that runs. An exception may have ended it."""
+        self._call: str | None = None
+        """The other call that runs: of a function, say. It may be inside a forward."""
+        self._calls: dict[str, int] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeroshard-watchdog", daemon=True)
 
@@ -62,6 +93,30 @@ class Watchdog:
         """Remembers the collective that this rank begins, for the next post."""
         self._operations += 1
         self._where = where
+
+    def begin_pass(self, call: str) -> None:
+        """Remembers the forward or backward that begins."""
+        self._count(call)
+        self._pass = call
+
+    def end_pass(self) -> None:
+        self._pass = None
+
+    @contextmanager
+    def during(self, call: str) -> Iterator[None]:
+        """Remembers a call of the user for as long as it lasts. A call that it makes itself does not count."""
+        if self._call is not None:
+            yield
+            return
+        self._count(call)
+        self._call = call
+        try:
+            yield
+        finally:
+            self._call = None
+
+    def _count(self, call: str) -> None:
+        self._calls[call] = self._calls.pop(call, 0) + 1
 
     def stop(self) -> None:
         self._stopped.set()
@@ -90,38 +145,67 @@ class Watchdog:
         return post is not None and post.operations > self._operations
 
     def explain(self, waiting_in: str) -> str:
-        """One sentence that names the missing rank.
+        """Names the call that waited, the missing rank and where it is, then the collective.
 
         Reads all posts twice, some beats apart: the post of a slow rank changes, the post of a dead rank does not.
         """
+        opening = f"rank {self._rank} waited for {waiting_in}"
         failed = self.failure()
         if failed is not None:
-            return f"rank {self._rank} waited for {waiting_in}, and {failed}"
+            return f"{opening}, and {failed}"
         before = self._read_all()
         self._stopped.wait(SILENT_BEATS * BEAT_SECONDS)
         after = self._read_all()
-        opening = f"rank {self._rank} waited for {waiting_in} (stall_timeout={self._timeout:g} s)"
+        opening += f" (stall_timeout={self._timeout:g} s)"
         if not after:
-            return (
-                f"{opening}; rank 0, which has the store of the process group, cannot be reached: it has died or left"
+            return self._blame(
+                None,
+                f"{opening}; rank 0, which has the store of the process group, cannot be reached: it has died or left",
             )
         others = [rank for rank in range(self._world) if rank != self._rank]
         for rank in others:
             if rank not in after:
-                return f"{opening}; rank {rank} has died or left (never seen)"
+                return self._blame(None, f"{opening}; rank {rank} has died or left (never seen)")
             if before.get(rank) == after[rank]:
-                return f"{opening}; rank {rank} has died or left (last seen at {after[rank].where})"
+                last = f"last seen at {after[rank].where}"
+                return self._blame(
+                    _Other(rank, after[rank], gone=True), f"{opening}; rank {rank} has died or left ({last})"
+                )
         behind = min(others, key=lambda rank: after[rank].operations)
-        where = after[behind].where
+        where, other = after[behind].where, _Other(behind, after[behind], gone=False)
         if all(post.operations <= after[behind].operations for post in after.values()):
-            return f"{opening}; rank {behind} is alive, at {where}, and did not join"
-        return f"{opening}; rank {behind} is alive but behind: its last collective was {where}"
+            return self._blame(other, f"{opening}; rank {behind} is alive, at {where}, and did not join")
+        return self._blame(other, f"{opening}; rank {behind} is alive but behind: its last collective was {where}")
+
+    def _blame(self, other: _Other | None, details: str) -> str:
+        """The explanation in the words of the user's program, followed by the details of the collective."""
+        call = self._call or self._pass
+        if call is None:
+            return details
+        sentences = [f"rank {self._rank} waited in {call}, which is collective: every rank must make it"]
+        if other is not None:
+            sentences.append(other.told())
+            differing = self._differing(other)
+            if differing:
+                sentences.append(differing)
+        return f"{'; '.join(sentences)}. In detail: {details}"
+
+    def _differing(self, other: _Other) -> str | None:
+        """Names the calls that one of two ranks has made more often. Such calls were made on some ranks only."""
+        theirs = other.post.calls
+        found = [
+            f"{call} ({self._calls.get(call, 0)} on rank {self._rank}, {theirs.get(call, 0)} on rank {other.rank})"
+            for call in {**self._calls, **theirs}
+            if self._calls.get(call, 0) != theirs.get(call, 0)
+        ]
+        return f"the ranks have not made the same calls so far: {', '.join(found)}" if found else None
 
     def _run(self) -> None:
         while True:
             self._beat += 1
             try:
-                self._store.set(f"{self._name}/{self._rank}", json.dumps((self._beat, self._operations, self._where)))
+                post = Post(self._beat, self._operations, self._where, self._call or self._pass, dict(self._calls))
+                self._store.set(f"{self._name}/{self._rank}", json.dumps(post))
             except (RuntimeError, dist.DistError):
                 return  # the store is gone: the job is ending
             if self._stopped.wait(BEAT_SECONDS):

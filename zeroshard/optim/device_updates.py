@@ -17,6 +17,7 @@ from ..states.device_home import DeviceHome
 from ..states.flat import Flat
 from ..states.updates import FlatStates, Updates
 from ..system import compat
+from .foreign import step_freely
 
 
 class DeviceUpdates(Updates):
@@ -125,4 +126,5 @@ def _on_pieces(original: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if name != "step":  # a scheduler may have replaced step() of the user's own object
             inner.__dict__.setdefault(name, value)
     inner.param_groups, inner.state = [], defaultdict(dict)
+    step_freely(inner)
     return inner

@@ -19,6 +19,7 @@ from ..states.gradient import read_user_changes
 from ..states.updates import Updates
 from ..system import compat
 from .device_updates import DeviceUpdates
+from .foreign import TrainedParameters, step_freely
 from .piece_states import PieceStates
 from .treatment import Treatment
 
@@ -32,6 +33,9 @@ class Passes(Protocol):
 
     def check_no_block_open(self, doing: str) -> None:
         """Raises while a ``gathered`` block shows parameters."""
+
+    def check_structure(self) -> None:
+        """Raises if parameters were added or replaced since ``shard()``."""
 
     def agree(self) -> bool:
         """Brings all ranks to the same averaged gradients. Returns False if they had agreed already."""
@@ -64,6 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """``elsewhere`` are the updates that are not made on the device."""
         self._flats, self._passes, self._treatment = flats, passes, treatment
+        self._during = fabric.watchdog.during
         self.steps = 0
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed, or because of ``on_nonfinite``."""
@@ -83,6 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizer's states, by piece."""
         self.piece_states.take_over(original)
         self._complete = True
+        step_freely(self)
+        self._trained = TrainedParameters(flats, self)
         original.register_step_pre_hook(_refuse_old_handle)
         original.register_state_dict_pre_hook(_refuse_old_handle)
         original.register_load_state_dict_pre_hook(_refuse_old_handle)
@@ -113,7 +120,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step()
+            with self._during("step()"):
+                self._step()
         except Exception as error:
             self._passes.failed(error)
             raise
@@ -121,6 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self._passes.check_no_block_open("step()")
+        self._passes.check_structure()
         for updates in self._updates:
             updates.before_step()
         for flat in self._flats:
@@ -151,8 +160,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Call it on all ranks between backward and ``step()``; returns the norm before clipping.
         """
-        self._agree()
-        norm = self._treatment.clip(max_norm)
+        with self._during("clip_grad_norm_()"):
+            self._agree()
+            norm = self._treatment.clip(max_norm)
         for flat in self._flats:
             flat.gradient.show()
         return norm
@@ -169,11 +179,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's format, on the CPU of every rank. Collective: call it on all ranks."""
-        return self.piece_states.state_dict(self.param_groups)
+        with self._during("optimizer.state_dict()"):
+            return self.piece_states.state_dict(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a whole state, as ``state_dict()`` or the unsharded optimizer gave it. Collective."""
-        self.piece_states.load_state_dict(self.param_groups, state_dict)
+        with self._during("optimizer.load_state_dict()"):
+            self.piece_states.load_state_dict(self.param_groups, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._complete:

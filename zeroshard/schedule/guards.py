@@ -7,6 +7,7 @@ parameters as any other code does (``reads.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..states.unit import Unit
 from ..system import compat
 from ..system.hook import Hook
 
+_random = torch.Generator()
+"""For values that no other memory has by chance. The user's random numbers stay as they are."""
 LOAD_REMEDY = "load inside `with zeroshard.gathered(model, write=True):`, or before zeroshard.shard()"
 
 
@@ -82,23 +85,45 @@ def _guarded(
     original: Callable[..., nn.Module],
 ) -> Callable[..., nn.Module]:
     def checked(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if not _changes_nothing(device, dtypes, function):
+        effects = {_effect(function, dtype, device) for dtype in dtypes}
+        if Effect.CHANGE in effects:
             raise RuntimeError(
                 f"{name!r} is sharded, so .to(), .half(), .cuda() and the like cannot convert it; convert before "
                 "zeroshard.shard(), or use precision= and device="
             )
+        # A copy would take the parameters off their shards, and has the same values: it is left out.
+        harmless = _unchanged if Effect.COPY in effects else function
         with lifted(list(module.parameters(recurse))):  # absent parameters are not read for nothing
-            return original(function, recurse)
+            return original(harmless, recurse)
 
     return Hook(checked)
 
 
-def _changes_nothing(device: torch.device, dtypes: set[torch.dtype], function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a conversion leaves parameters as they are. The conversion is tried on small tensors."""
-    for dtype in dtypes:
-        for dimensions in (1, 4, 5):  # memory formats exist for four and five dimensions only
-            probe = torch.zeros([2] * dimensions, dtype=dtype, device=device)
-            shared = probe.is_shared()
-            if function(probe) is not probe or probe.is_shared() != shared:
-                return False
-    return True
+class Effect(Enum):
+    """What a conversion does to a tensor that is on the model's device."""
+
+    NONE = auto()
+    COPY = auto()
+    """Makes an equal tensor. For example, torch copies in ``.to("cpu:0")``, but not in ``.to("cpu")``."""
+    CHANGE = auto()
+
+
+def _effect(function: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> Effect:
+    """What a conversion does to parameters. The conversion is tried on small tensors."""
+    effect = Effect.NONE
+    for dimensions in (1, 4, 5):  # memory formats exist for four and five dimensions only
+        probe = torch.rand([2] * dimensions, generator=_random, device="cpu").to(device, dtype)
+        shared, strides = probe.is_shared(), probe.stride()
+        result = function(probe)
+        facts = (result.dtype, result.device, result.stride(), result.is_shared())
+        if facts != (dtype, probe.device, strides, shared) or probe.is_shared() != shared:
+            return Effect.CHANGE
+        if result is not probe:
+            if compat.is_fake(probe) or not torch.equal(result, probe):  # memory without values, as of to_empty()
+                return Effect.CHANGE
+            effect = Effect.COPY
+    return effect
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

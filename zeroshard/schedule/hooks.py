@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import parallel
+from ..comm.watchdog import BACKWARD, EVALUATION, FORWARD, Watchdog
 from ..config.options import Config
 from ..config.table import Extent, Place, StateTable
 from ..optim.loss_scale import LossScaler
@@ -32,6 +33,8 @@ from .border import Border
 from .lifetimes import Lifetimes
 from .outputs import AttributeOutputs, hook_outputs
 from .reducer import Reducer
+from .structure import Structure
+from .transforms import Transforms
 
 
 class Schedule:
@@ -41,18 +44,21 @@ class Schedule:
         self,
         model: nn.Module,
         units: list[Unit],
+        structure: Structure,
         *,
         table: StateTable,
         config: Config,
         reducer: Reducer,
         scaler: LossScaler | None,
         faults: Faults,
+        watchdog: Watchdog,
     ) -> None:
-        self._root, self._units = units[0], units
-        self._reducer, self._faults = reducer, faults
+        self._root, self._units, self._structure = units[0], units, structure
+        self._reducer, self._faults, self._watchdog = reducer, faults, watchdog
         self._border = Border(config.precision, scaler)
         self._sharded = table.parameters.extent is Extent.SHARD
         self.lifetimes = Lifetimes(units, config, sharded=self._sharded)
+        self._transforms = Transforms(units, self.lifetimes, sharded=self._sharded, scaled=scaler is not None)
         self._backward_running = False
         self._running: list[Unit] = []
         """Units whose forward is running, outermost first."""
@@ -87,12 +93,18 @@ class Schedule:
     # -- forward --------------------------------------------------------------------------------------------------
 
     def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not compat.in_backward():
-            self._begin_forward()
-        self.lifetimes.require(self._root)
+        if compat.in_transform():
+            self._structure.check()
+            self._transforms.enter(self._root)
+        else:
+            if not compat.in_backward():
+                self._begin_forward()
+            self.lifetimes.require(self._root)
         return self._border.enter(args), self._border.enter(kwargs)
 
     def _begin_forward(self) -> None:
+        self._structure.check()
+        self._watchdog.begin_pass(FORWARD if torch.is_grad_enabled() else EVALUATION)
         if self._backward_running:
             warnings.warn(
                 "the last backward did not finish: its gradients, and all others since the last step, are discarded",
@@ -122,16 +134,24 @@ class Schedule:
                     )
 
     def _before_owner(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.lifetimes.require(self._root)
+        if compat.in_transform():
+            self._transforms.enter(self._root)
+        else:
+            self.lifetimes.require(self._root)
 
     def _before_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if compat.in_backward():
+        if compat.in_transform():
+            self._transforms.enter(unit)
+        elif compat.in_backward():
             self.lifetimes.enter_recomputation(unit)
         else:
             self._running.append(unit)
             self.lifetimes.enter_forward(unit)
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if compat.in_transform():
+            self._transforms.leave(unit)
+            return
         recomputed = compat.in_backward()
         if not recomputed and unit in self._running:
             self._running.remove(unit)
@@ -153,6 +173,9 @@ class Schedule:
         return found
 
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if compat.in_transform():
+            self._transforms.leave_model()
+            return self._border.leave(output)
         if not compat.in_backward():
             trace.phase(f"loss of {type(model).__name__}")
             self._faults.look_at(self._root, output)
@@ -160,6 +183,7 @@ class Schedule:
             order = self.lifetimes.end_forward()
             if order:
                 self._reducer.propose_order(order)
+            self._watchdog.end_pass()
         output = self._border.leave(output)
         if torch.is_grad_enabled():
             hook_outputs(output, self._before_model_backward_hook, "model")
@@ -192,6 +216,7 @@ class Schedule:
             self.lifetimes.second_backward = True
         if not self._backward_running:
             self._backward_running = True
+            self._watchdog.begin_pass(BACKWARD)
             self._faults.begin_backward()
             self._gather_for_others()
             self.lifetimes.begin_backward()
@@ -237,6 +262,7 @@ class Schedule:
             self.lifetimes.end_backward()
             with torch.no_grad():
                 self._reducer.end_backward()
+            self._watchdog.end_pass()
 
 
 def _owners_of_root(model: nn.Module, root: Unit) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from ..comm.fabric import Fabric
 from ..states.absent import Use
 from ..states.flat import Flat
 from ..states.unit import Graph, Unit
+from ..system import compat
 from ..system.sizes import size_text
 from .lifetimes import Lifetimes
 
@@ -35,6 +36,10 @@ class Reads:
             flat.reader = self
 
     def bring(self, use: Use) -> None:
+        with compat.outside_transforms():
+            self._bring(use)
+
+    def _bring(self, use: Use) -> None:
         for flat in use.flats:
             self._check_lasts(flat, use)
             flat.wait_if_whole()
@@ -74,10 +79,11 @@ class Reads:
                 f"inside {BLOCK}"
             )
         released = [unit for unit in units if not unit.under_way]
-        if released:
-            self._meet(released, names, use)
-            self._warn(released, names, use)
-        self._lifetimes.read(units)
+        with self._fabric.watchdog.during("a read of a parameter"):
+            if released:
+                self._meet(released, names, use)
+                self._warn(released, names, use)
+            self._lifetimes.read(units)
         for flat in use.flats:
             flat.lend(data=use.shows_data)
 

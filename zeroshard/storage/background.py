@@ -102,7 +102,7 @@ def wait_on_all(fabric: Fabric, done: threading.Event) -> None:
 
     The wait has short turns. Each turn finds out whether all ranks are still alive, however long a disk takes.
     """
-    while fabric.maximum([not done.wait(TURN_SECONDS)])[0]:
+    while fabric.maximum([not done.wait(TURN_SECONDS)], "the end of work on a disk")[0]:
         pass
 
 
@@ -145,11 +145,11 @@ class Saving:
         """Waits until the checkpoint is complete. Collective. Raises what went wrong on any rank."""
         if self._told:
             return
-        with compat.label("zeroshard.save wait"):
+        with compat.label("zeroshard.save wait"), self._fabric.watchdog.during("wait() for a save"):
             wait_on_all(self._fabric, self._done)
-        self._told = True
-        _unfinished.discard(self)
-        problems = self._fabric.gather_objects(None if self._error is None else _tell(self._error))
+            self._told = True
+            _unfinished.discard(self)
+            problems = self._fabric.gather_objects(None if self._error is None else _tell(self._error))
         if self._fabric.rank == 0 and any(problem is not None for problem in problems):
             clear(self._folder)  # all ranks are done; without this a full disk would stay full
         for rank, problem in enumerate(problems):

@@ -54,7 +54,22 @@ def load(
     Raises:
         CheckpointError: there is none, it is damaged, or it does not fit the model; says whether the model was touched.
     """
-    runtime = runtime_of(model)
+    with runtime_of(model).fabric.watchdog.during("load()"):
+        return _load_newest(
+            path, runtime_of(model), optimizer, scheduler, loader, allow_older=allow_older, random=random
+        )
+
+
+def _load_newest(
+    path: str | os.PathLike[str],
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    scheduler: Any,
+    loader: Any,
+    *,
+    allow_older: bool,
+    random: bool,
+) -> Any:
     fabric = runtime.fabric
     finish_latest(runtime)
     with together(fabric):

@@ -72,10 +72,10 @@ def save(
     """
     runtime = runtime_of(model)
     fabric = runtime.fabric
-    finish_latest(runtime)
     snapshots = snapshots_of(model)
     claim: FolderClaim | None = None
-    with compat.label("zeroshard.save"), torch.no_grad():
+    with fabric.watchdog.during("save()"), compat.label("zeroshard.save"), torch.no_grad():
+        finish_latest(runtime)
         try:
             with together(fabric) as ready:
                 target = Path(path).absolute()

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +28,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass. Recomputation calls forward hooks there."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Whether this code runs inside ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def transform_differentiates() -> bool:
+    """Whether the values computed now, inside ``torch.func``, are needed again for derivatives."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return torch.is_grad_enabled() or any(level.key() != TransformType.Vmap for level in levels)
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """In this context the code runs as if ``torch.func`` were not there. Tensors have memory again."""
+    return temporarily_clear_interpreter_stack()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -95,6 +113,20 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_global_hooks() -> bool:
     """Whether there are forward hooks for all modules."""
     return bool(nn.modules.module._has_any_global_hook())
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module behind ``torch.compile(module)``. Any other module is returned as it is.
+
+    The wrapper is known by the name of its child: importing its class takes half a second.
+    """
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
+def outline(modules: list[nn.Module]) -> list[tuple[type, int]]:
+    """The class of each module and its number of children. Cheap enough for every forward."""
+    return [(module.__class__, len(module._modules)) for module in modules]
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
