@@ -60,6 +60,7 @@ def run(tree: Path, stage: int, device: str) -> float:
 
 
 def main() -> None:
+    """Prints a line for each stage."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--before", type=Path, help="folder of the version to compare with")
     parser.add_argument("--device", default="cpu")

@@ -202,7 +202,8 @@ def pointer(tensor: Tensor) -> int:
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """``version`` of each. One call, because every gather and release asks for all parameters."""
-    return [tensor._version for tensor in tensors]
+    read: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
+    return [read(tensor) for tensor in tensors]
 
 
 def pointers(tensors: Sequence[Tensor]) -> list[int]:
