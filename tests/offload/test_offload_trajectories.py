@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.matrix import quick
 from tests.offload.scenarios import (
