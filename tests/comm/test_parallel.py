@@ -341,6 +341,35 @@ def test_gathered_parameters_can_be_written_and_gradients_seen_as_dtensors() -> 
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("stage", [slow(2), 3])
+@on_ranks(4)
+def test_divided_parameters_are_read_in_every_way_of_a_dtensor(stage: int) -> None:
+    mesh = mesh_of(2, 2)
+    model = parallel_net(mesh)
+    model, optimizer = zeroshard.shard(model, momentum(model.parameters()), stage=stage, mesh=mesh["dp"])
+    train(model, optimizer, mesh["dp"].get_local_rank(), steps=1)
+    name = "blocks.0.up.weight"
+    whole = zeroshard.full_state_dict(model)[name]
+    mine = whole.chunk(2)[mesh["tp"].get_local_rank()]
+    parameter = model.get_parameter(name)
+    assert isinstance(parameter, DTensor)
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.shape == whole.shape
+    assert parameter.placements == (Shard(0),)
+    assert torch.equal(parameter.to_local(), mine)
+    model.first.weight.sum()  # in stage 3 this releases what was read before
+    assert torch.equal(parameter.full_tensor(), whole)
+    model.first.weight.sum()
+    assert torch.equal(parameter.detach().to_local(), mine)
+    model.first.weight.sum()
+    assert torch.equal(parameter.data.to_local(), mine)
+    model.first.weight.sum()
+    penalty = parameter.square().sum()
+    (loss_of(model, data(1, mesh["dp"].get_local_rank())) + penalty.full_tensor()).backward()
+    optimizer.step()
+    assert all(bool(value.isfinite().all()) for value in zeroshard.full_state_dict(model).values())
+
+
 @on_ranks(4)
 def test_the_box_of_a_part_is_that_of_torch() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
