@@ -201,6 +201,15 @@ class Runtime(NotCopyable):
                 "write=True if rank 0's change is to count on all ranks"
             )
 
+    @contextmanager
+    def gathered_gradients(self) -> Iterator[None]:
+        """Inside, ``parameter.grad`` shows whole averaged gradients. What the user does to them counts."""
+        for flat in self.reducer.flats:
+            flat.home.check_readable()
+        self.agree("gathered_gradients()")
+        with self.reducer.gathered():
+            yield
+
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with its whole values. They are valid until the next parameter comes: one unit is gathered.
 

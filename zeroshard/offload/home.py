@@ -229,8 +229,8 @@ class HostHome(Home, FlatStates):
             if piece.slot == slot:
                 self._change_part(slot, landed.changing(piece), with_factor, scale)
 
-    def parts(self) -> dict[int, Tensor]:
-        return self._cut(self.transfer.landed().value[self.flat.counted]) if self.received else {}
+    def own_gradient(self) -> Tensor | None:
+        return self.transfer.landed().value if self.received else None
 
     def norm(self) -> Tensor | None:
         if not self.received:

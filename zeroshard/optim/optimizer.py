@@ -168,6 +168,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """``torch.amp.GradScaler.step`` asks this first. Refuses a second loss scale."""
+        if self._treatment.scaler is not None:
+            raise RuntimeError(
+                'precision="fp16" scales the loss itself, so a GradScaler would scale it twice; leave the scaler out, '
+                "or create it with enabled=False"
+            )
+        return False
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """Global gradient norm before clipping, of the last step that computed it; on the device."""
         return self._treatment.grad_norm

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 from ..comm.fabric import DisagreementError, Fabric
@@ -87,6 +88,7 @@ class Reducer:
         return self._publishing_order
 
     def begin_backward(self) -> None:
+        self._check_not_lent("a backward")
         self._backwards += 1
         self.agreed = False
         hide_all(self.gradients)
@@ -121,6 +123,7 @@ class Reducer:
         ``step()`` does this, and whoever asks something of the gradients before. All ranks must have one ``purpose``.
         Returns False if there was no backward since the last agreement.
         """
+        self._check_not_lent(purpose)
         for gradient in self.gradients:
             gradient.read_changes()
         self._begin_order()
@@ -139,6 +142,22 @@ class Reducer:
         self._incomplete.clear()
         is_new, self.agreed = not self.agreed, True
         return is_new
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, ``parameter.grad`` shows whole gradients. Comes after an agreement. Collective."""
+        try:
+            for flat in self.order:
+                flat.gradient.lend()
+            yield
+        finally:
+            for flat in self.order:
+                if flat.gradient.lent:
+                    flat.gradient.take_lent()
+
+    def _check_not_lent(self, purpose: str) -> None:
+        if any(gradient.lent for gradient in self.gradients):
+            raise RuntimeError(f"{purpose} inside `with zeroshard.gathered_gradients(...)`; leave the block first")
 
     def clear(self) -> None:
         """Forgets all gradients."""

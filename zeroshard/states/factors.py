@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..config.layout import Piece
 from ..system import compat
 
 
@@ -83,6 +84,21 @@ def apply(scaling: Scaling, values: Tensor) -> None:
         values.mul_(product)
 
 
+Groups = dict[Scaling, list[int]]
+"""Indices of parameters by their factors."""
+
+
+def apply_groups(groups: Groups, values: Tensor, pieces: Sequence[Piece]) -> None:
+    """Multiplies the gradients of a flat in place, each by its factors. One group alone is taken for all."""
+    if len(groups) == 1:
+        apply(next(iter(groups)), values)
+        return
+    of_slot = {slot: scaling for scaling, slots in groups.items() for slot in slots if scaling}
+    for piece in pieces:
+        if piece.slot in of_slot:
+            apply(of_slot[piece.slot], values[piece.offset :][: piece.numel])
+
+
 class Factors:
     """The factors of the gradients of one flat, by parameter."""
 
@@ -113,11 +129,11 @@ class Factors:
         found, self._scalings[slot] = self._scalings[slot], ()
         return found
 
-    def groups(self, wanted: Sequence[bool]) -> dict[Scaling, list[int]]:
+    def groups(self, wanted: Sequence[bool]) -> Groups:
         """The wanted parameters by their factors. Mostly one group."""
         if not self._any:
             return {(): [slot for slot, chosen in enumerate(wanted) if chosen]}
-        found: dict[Scaling, list[int]] = {}
+        found: Groups = {}
         for slot, scaling in enumerate(self._scalings):
             if wanted[slot]:
                 found.setdefault(scaling, []).append(slot)

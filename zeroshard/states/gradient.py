@@ -29,7 +29,7 @@ from .factors import Factor
 from .local_gradient import LocalGradient
 from .placeholder import Placeholders
 from .question import Question
-from .sharded_gradient import Change
+from .sharded_gradient import Change, Cut
 from .shown_gradients import ShownGradients
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class FlatGradient:
         """A number for what the user did to gradients since the last step. The order does not count."""
         self.awaited = False
         """The ranks agreed that one of them has gradients that are not reduced, so all must reduce."""
+        self.lent = False
+        """``parameter.grad`` shows whole gradients, inside a ``gathered_gradients`` block."""
         self.answers: Answers | None = None
         """Answers what users ask of these gradients. None until the model is sharded."""
 
@@ -170,11 +172,14 @@ class FlatGradient:
     def expose(self) -> None:
         """Lets users see the gradients of a backward that is over."""
         self.there = list(self.used) if self._flat.alone else [True] * len(self.used)
+        if not any(self.there):
+            self.settle()
+            self._flat.home.forget()
         self.show()
 
     def show(self) -> None:
         """Lets the user see in ``parameter.grad`` that there is a gradient; and its values, if they are averaged."""
-        if self._shown.lacks(self.there):
+        if not self.lent and self._shown.lacks(self.there):
             settled = not self.unreduced and self._reduction is None
             self._shown.show(self.there, self._flat.home.visible() if settled else None)
 
@@ -185,6 +190,8 @@ class FlatGradient:
 
     def read_changes(self) -> None:
         """Follows what the user did to ``parameter.grad``."""
+        if self.lent:
+            return  # the end of the block does that
         changes = self._shown.changes()
         for index, assigned in changes.items():
             if assigned is not None:
@@ -235,6 +242,58 @@ class FlatGradient:
     @property
     def _scale(self) -> float:
         return 1.0 if self.answers is None else self.answers.scale
+
+    # -- whole gradients for users --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Shows the whole averaged gradients in ``parameter.grad``, after an agreement. Collective."""
+        self.lent = True
+        self._shown.hide()
+        if any(self.used):
+            self._shown.show(self.used, self._gathered())
+
+    def _gathered(self) -> Tensor:
+        visible = self._flat.home.visible()
+        if visible is not None:
+            return visible
+        own = self._flat.home.averaged(self._scale)
+        if own is None:
+            raise self.missing()
+        own = own.to(self.device)
+        if own.numel() == self._flat.layout.numel:
+            return own
+        whole = torch.empty(self._flat.layout.numel, dtype=own.dtype, device=own.device)
+        self._fabric.gathers.all_gather(whole, own, f"{self.label} gradients").wait()
+        return whole
+
+    @torch.no_grad()
+    def take_lent(self) -> None:
+        """Takes this rank's part of what the user did to whole gradients, and shows stand-ins again."""
+        self.lent = False
+        shown, visible = self._shown.take_back(), self._flat.home.visible() is not None
+        before = None if visible or not any(self.used) else self._flat.home.averaged(self._scale)
+        for index, (display, gradient) in enumerate(shown):
+            if gradient is None:
+                if display is not None:
+                    self._discard([index])
+            elif gradient is not display:
+                self._take_from_user(index, gradient)
+            elif before is not None:
+                self._follow(index, parallel.local(gradient), before)
+        self._forget_answers()
+        self.show()
+
+    def _follow(self, index: int, gradient: Tensor, before: Tensor) -> None:
+        """Takes the elements that differ from ``before``. The others may be there in more precision."""
+        pieces = [piece for piece in self._flat.layout.pieces(self._flat.own) if piece.slot == index]
+
+        def follow(part: Tensor, cut: Cut) -> None:
+            for piece in pieces:
+                old, new = before[piece.offset :][: piece.numel].to(part.device), cut(gradient).to(part.device)
+                part.copy_(torch.where(old == new, part, new.to(part.dtype)))
+
+        self._flat.home.change(index, follow, self._scale)
 
     # -- what users do to stand-ins (``sharded_gradient.Owner``) --------------------------------------------------
 
@@ -288,7 +347,7 @@ class FlatGradient:
         self._forget_answers()
         self._shown.clear()
         self._local.clear()
-        self.awaited = False
+        self.awaited = self.lent = False
         self.changes = 0
         self.used, self.there = [False] * len(self.used), [False] * len(self.there)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm import parallel
 from ..config.table import Place
-from .factors import Factor, Factors, multiplier
+from .factors import Factor, Factors, apply_groups, multiplier
 from .sharded_gradient import Change, Cut
 from .stash import Stash
 
@@ -223,14 +223,26 @@ class Home(ABC):
         """The part of the gradient that counts for the norm on this rank, if the gradient is on the device."""
         return None if self._stash.values is None else self._stash.values[self.flat.counted]
 
+    def own_gradient(self) -> Tensor | None:
+        """The averaged gradient of the range that this rank updates, where it is, without its factors. May wait."""
+        return self._stash.values
+
     def parts(self) -> dict[int, Tensor]:
         """The parts of the gradient that count on this rank, by parameter, without their factors. May wait."""
-        counted = self.counted()
-        return {} if counted is None else self._cut(counted)
-
-    def _cut(self, counted: Tensor) -> dict[int, Tensor]:
-        pieces = self.flat.layout.pieces(self.flat.shard_range)
+        values = self.own_gradient()
+        if values is None:
+            return {}
+        counted, pieces = values[self.flat.counted], self.flat.layout.pieces(self.flat.shard_range)
         return {piece.slot: counted[piece.offset :][: piece.numel] for piece in pieces}
+
+    def averaged(self, scale: float) -> Tensor | None:
+        """A copy of this rank's averaged gradient, as users see it: with its factors, without the loss scale."""
+        values = self.own_gradient()
+        if values is None:
+            return None
+        copied = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
+        apply_groups(self.factors.groups(self.flat.gradient.there), copied, self.flat.layout.pieces(self.flat.own))
+        return (copied if scale == 1.0 else copied / scale).to(self.flat.dtype)
 
     def norm(self) -> Tensor | None:
         """The 2-norm of the part that counts on this rank, if the gradient is not on the device."""

@@ -75,6 +75,13 @@ class ShownGradients:
         compat.set_grads([self._parameters[index] for index in shown], [None] * len(shown))
         self._displays = [None] * len(self._displays)
 
+    def take_back(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Hides all gradients. Returns what each parameter was given to show, and what it shows now."""
+        found = list(zip(self._displays, compat.grads(self._parameters), strict=True))
+        compat.set_grads(self._parameters, [None] * len(self._parameters))
+        self._displays = [None] * len(self._displays)
+        return found
+
     def clear(self) -> None:
         """Takes away the gradients that were shown. A gradient that the user assigned stays."""
         for index, gradient in enumerate(compat.grads(self._parameters)):

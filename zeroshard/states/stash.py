@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config.layout import Piece
-from .factors import Factors, Scaling, apply, multiplier
+from .factors import Factors, apply, apply_groups, multiplier
 
 
 class Stash:
@@ -46,7 +46,7 @@ class Stash:
     def apply_factors(self, wanted: Sequence[bool]) -> None:
         """Multiplies now, so that no factor is left. Only gradients of ``wanted`` parameters must be right after it."""
         if self.factors and self.values is not None:
-            self._multiply(self.values, self.factors.groups(wanted))
+            apply_groups(self.factors.groups(wanted), self.values, self._pieces)
         self.factors.clear()
 
     def apply_factor(self, slot: int) -> None:
@@ -63,24 +63,15 @@ class Stash:
         groups = self.factors.groups(wanted)
         self.factors.clear()
         if values.dtype is dtype:
-            self._multiply(values, groups)
+            apply_groups(groups, values, self._pieces)
             return values
         wide = torch.promote_types(values.dtype, dtype)
         if len(groups) == 1:  # widened and scaled in one pass
             factor = multiplier(next(iter(groups)), values.device, wide)
             return values.to(dtype) if factor is None else (values * factor.expand_as(values)).to(dtype)
         widened = values.to(wide, copy=True)
-        self._multiply(widened, groups)
+        apply_groups(groups, widened, self._pieces)
         return widened.to(dtype)
-
-    def _multiply(self, values: Tensor, groups: dict[Scaling, list[int]]) -> None:
-        if len(groups) == 1:
-            apply(next(iter(groups)), values)
-            return
-        of_slot = {slot: scaling for scaling, slots in groups.items() for slot in slots if scaling}
-        for piece in self._pieces:
-            if piece.slot in of_slot:
-                apply(of_slot[piece.slot], values[piece.offset :][: piece.numel])
 
     def clear(self) -> None:
         self.values, self.is_sum = None, False
