@@ -201,8 +201,8 @@ class HostHome(Home, FlatStates):
     def check_readable(self) -> None:
         if self._step.in_backward:
             raise RuntimeError(
-                f"offload.update_in_backward updates {self.label!r} before all gradients are known, so its gradients "
-                "can be neither read nor clipped nor changed; leave the option out"
+                f"offload.update_in_backward: {self.label!r} is updated before all gradients are known, so its "
+                "gradients can be neither read nor clipped nor changed; leave the option out"
             )
 
     def assign(self, slot: int, gradient: Tensor, scale: float) -> None:

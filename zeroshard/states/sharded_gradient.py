@@ -176,7 +176,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return repr(first)
     if name in SAME:
         return first
-    if name in FACTS or (name == "type" and len(args) == 1):
+    if name in FACTS or name == "untyped_storage" or (name == "type" and len(args) == 1):
         with compat.plain():
             return func(*args, **kwargs)
     if name in LIKE or name in STRIDES:
