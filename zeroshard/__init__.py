@@ -1,6 +1,6 @@
 """zeroshard: train models that do not fit, from an unchanged PyTorch model and an unchanged training loop."""
 
-from .api import full_state_dict, gathered, no_sync, shard, stats, synchronize
+from .api import full_state_dict, gathered, gathered_gradients, no_sync, shard, stats, synchronize
 from .comm.fabric import DisagreementError
 from .comm.lane import StallError
 from .comm.traffic import Traffic
@@ -37,6 +37,7 @@ __all__ = [
     "checkpoint",
     "full_state_dict",
     "gathered",
+    "gathered_gradients",
     "load",
     "no_sync",
     "save",

@@ -83,6 +83,18 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: 
         yield
 
 
+@contextmanager
+def gathered_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside this block ``parameter.grad`` of the whole model is whole: the averaged gradient, without loss scale.
+
+    ``grad`` is None where no rank used the parameter. Changes count, in place or by assignment: make the same changes
+    on all ranks, and each rank takes its part when the block ends. The block is between ``backward()`` and ``step()``.
+    Collective: enter the block on all ranks. It takes the memory of all gradients, and a gather of them.
+    """
+    with runtime_of(model).gathered_gradients():
+        yield
+
+
 def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tensor]:
     """The model's whole state dict in CPU tensors. With ``rank``, all other ranks get an empty dict.
 

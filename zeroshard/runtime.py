@@ -19,6 +19,7 @@ from .observe.ledger import Ledger, Memory, Stats, StepTraffic
 from .observe.shortage import Answer
 from .offload.pipeline import Pipeline
 from .offload.place import place_on_host
+from .optim.answers import Answers
 from .optim.loss_scale import LossScaler
 from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
@@ -100,6 +101,7 @@ class Runtime(NotCopyable):
             faults=self.faults,
             watchdog=fabric.watchdog,
         )
+        self.answers = Answers(self.reducer.flats, fabric, self.scaler, self.agree, lambda: self.reducer.agreed)
         self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._watch_checkpoints()
@@ -113,6 +115,7 @@ class Runtime(NotCopyable):
     def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         flats = self.reducer.flats
         treatment = Treatment(flats, self.fabric, self.config.clip_grad_norm, self.scaler, self.faults)
+        self.answers.told_norm = treatment.note_norm
         elsewhere = [] if self.host is None else [self.host]
         return ShardedOptimizer(optimizer, flats, self.fabric, passes=self, treatment=treatment, elsewhere=elsewhere)
 
@@ -198,6 +201,15 @@ class Runtime(NotCopyable):
                 "write=True if rank 0's change is to count on all ranks"
             )
 
+    @contextmanager
+    def gathered_gradients(self) -> Iterator[None]:
+        """Inside, ``parameter.grad`` shows whole averaged gradients. What the user does to them counts."""
+        for flat in self.reducer.flats:
+            flat.home.check_readable()
+        self.agree("gathered_gradients()")
+        with self.reducer.gathered():
+            yield
+
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with its whole values. They are valid until the next parameter comes: one unit is gathered.
 
@@ -254,8 +266,11 @@ class Runtime(NotCopyable):
     def check_structure(self) -> None:
         self._structure.check()
 
-    def agree(self) -> bool:
-        return self.reducer.agree()
+    def agree(self, purpose: str) -> None:
+        with compat.label("zeroshard.agree"):
+            is_new = self.reducer.agree(purpose)
+        if is_new and self.optimizer is not None:
+            self.optimizer.gradients_came()
 
     def begin_step(self) -> None:
         self.schedule.lifetimes.begin_step()

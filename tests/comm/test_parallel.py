@@ -333,10 +333,16 @@ def test_gathered_parameters_can_be_written_and_gradients_seen_as_dtensors() -> 
             model.blocks[0].up.weight.fill_(0.25)
         assert bool((zeroshard.full_state_dict(model)["blocks.0.up.weight"] == 0.25).all())
         loss_of(model, data(0, 0)).backward()
-        gradient = model.blocks[0].up.weight.grad
-        assert isinstance(gradient, DTensor)
-        assert gradient.placements == model.blocks[0].up.weight.placements
-        assert bool(gradient.full_tensor().isnan().any()) == (stage == 3)
+        parameter = model.blocks[0].up.weight
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+        with zeroshard.gathered_gradients(model):
+            gradient = parameter.grad
+            assert isinstance(gradient, DTensor)
+            assert gradient.placements == parameter.placements
+            norm = gradient.full_tensor().norm()
+        if stage == 3:
+            torch.testing.assert_close(parameter.grad.norm(), norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -368,6 +374,38 @@ def test_divided_parameters_are_read_in_every_way_of_a_dtensor(stage: int) -> No
     (loss_of(model, data(1, mesh["dp"].get_local_rank())) + penalty.full_tensor()).backward()
     optimizer.step()
     assert all(bool(value.isfinite().all()) for value in zeroshard.full_state_dict(model).values())
+
+
+@on_ranks(4)
+def test_torchs_clipping_and_changes_in_place_act_on_the_whole_gradients_of_divided_parameters() -> None:
+    mesh = mesh_of(2, 2)
+
+    def change(model: Net) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)), alpha=0.01).clamp_(
+                -0.05, 0.05
+            )
+        return norm
+
+    plain = net(width=WIDTH, depth=2)
+    optimizer, norms = momentum(plain.parameters()), []
+    for step in range(2):
+        for index in range(2):
+            (loss_of(plain, data(step, index)) / 2).backward()
+        norms.append(change(plain))
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage, offload in ((1, None), (3, None), (2, "cpu")):
+        model = parallel_net(mesh)
+        model, sharded = zeroshard.shard(model, momentum(model.parameters()), stage=stage, offload=offload)
+        for step in range(2):
+            loss_of(model, data(step, mesh["dp"].get_local_rank())).backward()
+            torch.testing.assert_close(change(model), norms[step], rtol=1e-5, atol=0)
+            sharded.step()
+            sharded.zero_grad()
+        assert_close(zeroshard.full_state_dict(model), dict(plain.state_dict()))
 
 
 @on_ranks(4)

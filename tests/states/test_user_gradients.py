@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from tests.models import Net, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import (
     INNER,
-    SHARDED_GRADIENTS,
     STAGES,
-    Scaled,
     adamw,
     assert_close,
     assert_same,
@@ -33,7 +30,7 @@ from tests.training import (
 
 
 @on_ranks(2)
-def test_gradients_are_real_in_stage_zero_and_placeholders_elsewhere() -> None:
+def test_gradients_are_real_in_stage_zero_and_stand_ins_elsewhere() -> None:
     plain = net(depth=2)
     ddp = DistributedDataParallel(plain)
     loss_of(ddp, 0).backward()
@@ -47,87 +44,10 @@ def test_gradients_are_real_in_stage_zero_and_placeholders_elsewhere() -> None:
             if stage == 0:
                 assert torch.equal(p.grad, expected.grad), name
             else:
-                assert bool(torch.isnan(p.grad).all()), name
+                assert type(p.grad) is not torch.Tensor
         optimizer.step()
         optimizer.zero_grad()
         assert all(p.grad is None for p in model.parameters())
-
-
-CLIPPINGS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
-    "norm": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01),
-    "norm foreach": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01, foreach=True),
-    "norm for-loop": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01, foreach=False),
-    "value": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 0.001),
-    "by hand": lambda parameters: [p.grad.mul_(0.01) for p in parameters if p.grad is not None],
-}
-
-
-@pytest.mark.parametrize("way", CLIPPINGS)
-@on_ranks(2)
-def test_clipping_with_torch_is_right_in_stage_zero_and_raises_elsewhere(way: str) -> None:
-    clip = CLIPPINGS[way]
-    plain = net(depth=2)
-    ddp, optimizer = DistributedDataParallel(plain), sgd(plain.parameters())
-    for step in range(2):
-        loss_of(ddp, step).backward()
-        clip(list(plain.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
-    for stage in STAGES:
-        model, sharded = shard(stage=stage)
-        for step in range(2):
-            loss_of(model, step).backward()
-            if stage == 0:
-                clip(list(model.parameters()))
-            else:
-                with pytest.raises(RuntimeError):
-                    clip(list(model.parameters()))
-            sharded.step()
-            sharded.zero_grad()
-        if stage == 0:
-            assert_same(weights(model), dict(plain.state_dict()))
-        else:
-            assert_same(weights(model), dict(trained_plainly(2).state_dict()))
-
-
-@on_ranks(2)
-def test_clipping_a_single_element_with_torch_raises_at_the_latest_in_the_step() -> None:
-    for stage in SHARDED_GRADIENTS:
-        torch.manual_seed(1)
-        model = Scaled()
-        model, optimizer = zeroshard.shard(model, sgd(model.parameters()), stage=stage)
-        loss_of(model, 0).backward()
-        with refused(f"clipping in stage {stage}"):
-            torch.nn.utils.clip_grad_norm_([model.scale, model.offset], 0.01)
-            optimizer.step()
-
-
-@on_ranks(2)
-def test_a_grad_scaler_is_right_in_stage_zero_and_raises_elsewhere() -> None:
-    expected = dict(trained_plainly(2).state_dict())
-    for stage in STAGES:
-        for unscale in (False, True):
-            model, optimizer = shard(stage=stage)
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=True)
-
-            if stage == 0:
-                scaled_step(scaler, model, optimizer, 0, unscale)
-                scaled_step(scaler, model, optimizer, 1, unscale)
-                assert_close(weights(model), expected)
-            else:
-                with refused(f"a GradScaler in stage {stage}"):
-                    scaled_step(scaler, model, optimizer, 0, unscale)
-
-
-def scaled_step(
-    scaler: torch.amp.GradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, unscale: bool
-) -> None:
-    scaler.scale(loss_of(model, step)).backward()
-    if unscale:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
 
 
 @in_stages
@@ -269,52 +189,6 @@ def test_a_clipping_that_was_zeroed_with_its_gradients_does_not_clip_the_next_on
         optimizer.zero_grad()
         train(model, optimizer, 0)
         assert_same(weights(model), expected)
-
-
-@on_ranks(2)
-def test_gradients_assigned_by_hand_count_in_stage_zero_and_raise_elsewhere() -> None:
-    plain = net(depth=2)
-    ddp, optimizer = DistributedDataParallel(plain), sgd(plain.parameters())
-    loss_of(ddp, 0).backward()
-    plain.get_parameter(INNER).grad = torch.ones(39, 13)
-    optimizer.step()
-    for stage in STAGES:
-        model, sharded = shard(stage=stage)
-        loss_of(model, 0).backward()
-        model.get_parameter(INNER).grad = torch.ones(39, 13)
-        if stage == 0:
-            sharded.step()
-            assert_same(weights(model), dict(plain.state_dict()))
-        else:
-            with pytest.raises(RuntimeError, match=INNER):
-                sharded.step()
-
-
-@on_ranks(2)
-def test_filling_a_gradient_placeholder_raises_for_it_is_no_zeroing() -> None:
-    for stage in SHARDED_GRADIENTS:
-        model, optimizer = shard(stage=stage)
-        loss_of(model, 0).backward()
-        gradient = model.get_parameter(INNER).grad
-        assert gradient is not None
-        with refused(f"a filled gradient in stage {stage}"):
-            gradient.fill_(1.0)
-            optimizer.step()
-
-
-@on_ranks(2)
-def test_gradients_assigned_without_a_backward_count_in_stage_zero_and_raise_elsewhere() -> None:
-    for stage in STAGES:
-        model, optimizer = shard(stage=stage)
-        train(model, optimizer, 0)
-        before = weights(model)[INNER]
-        model.get_parameter(INNER).grad = torch.ones(39, 13)
-        if stage == 0:
-            optimizer.step()
-            assert torch.equal(weights(model)[INNER], before - 0.1)
-        else:
-            with pytest.raises(RuntimeError, match=INNER):
-                optimizer.step()
 
 
 @in_stages

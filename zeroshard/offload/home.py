@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ..config.layout import Piece, Slot
 from ..config.table import Place
+from ..states.factors import multiplier
 from ..states.flat import Flat
 from ..states.home import Home, StateTensors
+from ..states.sharded_gradient import Change, Cut
 from ..states.updates import FlatStates
 from ..system import trace
 from .host_buffers import HostBuffers, join, round_to
@@ -159,10 +161,10 @@ class HostHome(Home, FlatStates):
     def begin_backward(self) -> None:
         if self._step.in_backward and (self.updated_early or self.has_gradient):
             raise self._second_backward()
-        factor = self._stash.apply_factor()
-        if factor is not None and self.received:  # the factor is not meant for gradients that come later
-            self._norm = None
-            self.transfer.scale(factor)
+        if self.received:
+            self._scale_now()  # factors are not meant for gradients that come later
+        else:
+            super().begin_backward()
 
     def take(self, gradient: Tensor, *, complete: bool) -> None:
         narrow = not self.flat.alone and not self.received
@@ -180,6 +182,55 @@ class HostHome(Home, FlatStates):
             # The gradient waits for step(). There the ranks have agreed on which parameters are in use, and all parts
             # of the gradient have come.
             self._stash.add(gradient, is_sum=self.flat.alone)
+
+    def _scale_now(self) -> None:
+        """Multiplies the gradient on the host, so that no factor is left."""
+        groups = self.factors.groups(self.flat.gradient.there)
+        self.factors.clear()
+        if any(groups):
+            self._norm = None
+            device = self._pipeline.device
+            self.transfer.scale([(multiplier(scaling, device), slots) for scaling, slots in groups.items()])
+
+    def unify_factors(self) -> None:
+        if self.received and len(self.factors.groups(self.flat.gradient.there)) > 1:
+            self._scale_now()
+        else:
+            super().unify_factors()
+
+    def check_readable(self) -> None:
+        if self._step.in_backward:
+            raise RuntimeError(
+                f"offload.update_in_backward: {self.label!r} is updated before all gradients are known, so its "
+                "gradients can be neither read nor clipped nor changed; leave the option out"
+            )
+
+    def assign(self, slot: int, gradient: Tensor, scale: float) -> None:
+        self.check_readable()
+        super().assign(slot, gradient, scale)
+
+    def _make_room(self, device: torch.device) -> None:
+        if not self.received:
+            self.take(torch.zeros(self.flat.own.numel, dtype=self.flat.dtype, device=device), complete=False)
+
+    def change(self, slot: int, change: Change, scale: float) -> None:
+        if not self.received:
+            return
+        self._norm = None
+        factor = multiplier(self.factors.take(slot), self._pipeline.device)
+
+        def with_factor(part: Tensor, cut: Cut) -> None:
+            if factor is not None:
+                part.mul_(factor.to(part.device))
+            change(part, cut)
+
+        landed = self.transfer.landed()
+        for piece in self.counts:
+            if piece.slot == slot:
+                self._change_part(slot, landed.changing(piece), with_factor, scale)
+
+    def own_gradient(self) -> Tensor | None:
+        return self.transfer.landed().value if self.received else None
 
     def norm(self) -> Tensor | None:
         if not self.received:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,8 +32,9 @@ from ..system.cores import share
 from ..system.sizes import size_text
 from .dry import DryPool, DryWorker
 from .host_buffers import HostBuffers, HostBytes
-from .kernel import Pool
+from .kernel import Pool, Segments
 from .pinned import BufferRing, HostBlock, aligned
+from .rules import Rule
 from .worker import POLL_SECONDS, Worker
 
 if TYPE_CHECKING:
@@ -226,11 +227,14 @@ class Pipeline:
         group = self._next_group()
         if not group:
             return
-        work = [update.prepare() for update in group]
+        work: dict[Factor, list[tuple[Segments, Sequence[Rule]]]] = {}
+        for update in group:
+            for factor, segments, rules in update.prepare():
+                work.setdefault(factor, []).append((segments, rules))
         names = " ".join(update.transfer.label for update in group)
-        factor = group[0].factor.read()
         with compat.label(f"zeroshard.host_update {names}"), trace.on_host(trace.UPDATE, names):
-            self.pool.update(work, factor, self.options.seed)
+            for factor, members in work.items():
+                self.pool.update(members, factor.read(), self.options.seed)
         for update in group:
             update.finish()
 
@@ -244,7 +248,8 @@ class Pipeline:
         group = [self._updates.popleft()]
         most = 0 if self.options.read_back else min(GROUP_ELEMENTS, (self._asked - self._begun) // 4)
         elements = group[0].transfer.buffers.numel
-        while self._updates and self._updates[0].factor is group[0].factor:
+        factor = group[0].factor
+        while factor is not None and self._updates and self._updates[0].factor is factor:
             elements += self._updates[0].transfer.buffers.numel
             if elements > most:
                 break

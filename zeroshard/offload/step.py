@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config.offload import Offload
+from ..states.factors import multiplier
 from ..states.flat import Flat
 from ..states.unit import Unit, check_no_block_open
 from ..states.updates import FlatStates, Updates
@@ -131,15 +132,18 @@ class HostStep(Updates):
         return iter(())
 
     def _update_all(self, homes: list[HostHome]) -> None:
-        values = [home.factor for home in homes]
+        groups = [home.factors.groups(home.flat.gradient.there) or {(): []} for home in homes]
         rules = [self.rules(home, home.flat.gradient.used) for home in homes]
-        factors = {value: Factor(value) for value in dict.fromkeys(values)}
+        device = self.pipeline.device
+        # One object for equal factors of all flats: flats with the same factor are updated together.
+        made = {scaling: Factor(multiplier(scaling, device)) for group in groups for scaling in group}
+        factors = [[(made[scaling], slots) for scaling, slots in group.items()] for group in groups]
         with self.pipeline.failing_together():  # from here on a forward may wait for these updates
             publications = [home.expect_step(delayed=self._delaying) for home in homes]
             free = self.pipeline.now()
             updates = [
-                Update(home.transfer, rule, factors[value], free, publication)
-                for home, rule, value, publication in zip(homes, rules, values, publications, strict=True)
+                Update(home.transfer, rule, factor, free, publication)
+                for home, rule, factor, publication in zip(homes, rules, factors, publications, strict=True)
             ]
             for update, following in pairwise(updates):
                 update.following = following.transfer

@@ -6,7 +6,7 @@ the updater do the work (``pipeline.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,10 +61,21 @@ class HostGradient:
         self._pool.accumulate(total, values, first=not self.is_sum)
         self.is_sum, self._square_sum = True, None
 
-    def scale(self, factor: float) -> None:
-        """Multiplies the whole gradient."""
-        self._add_slot_up().mul_(factor)
+    def scale(self, factor: float, slots: Collection[int] | None = None) -> None:
+        """Multiplies the whole gradient, or the gradients of some parameters, by index in the flat."""
+        total = self._add_slot_up()
+        if slots is None:
+            total.mul_(factor)
+        else:
+            for piece in self._pieces:
+                if piece.slot in slots:
+                    part(total, piece).mul_(factor)
         self._square_sum = None
+
+    def changing(self, piece: Piece) -> Tensor:
+        """A piece of the gradient, to be changed in place."""
+        self._square_sum = None
+        return part(self.value, piece)
 
     def zero(self, slot: int) -> None:
         """Zeroes one parameter's gradient, by index in the flat."""
@@ -150,7 +161,7 @@ class Transfer:
     def receive_and_update(self, gradient: Tensor, rules: dict[int, Rule], publication: SentParameters) -> None:
         """Asks for a copy of a gradient into a buffer of the ring, and for the update right after the copy."""
         pipeline = self.pipeline
-        update = Update(self, rules, pipeline.unscaled, pipeline.now(), publication)
+        update = Update(self, rules, [(pipeline.unscaled, ())], pipeline.now(), publication)
         pipeline.count(trace.DOWN, gradient.nbytes)
         self._count_update(publication)
         with pipeline.failing_together():
@@ -160,16 +171,25 @@ class Transfer:
         """Changes the gradient on the host, after the copies that were asked for before."""
         self._last_landing = self.pipeline.mover.submit(lambda: change(self.gradient))
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiplies the gradient on the host."""
+    def scale(self, factors: Sequence[tuple[Tensor | None, list[int]]]) -> None:
+        """Multiplies the gradient on the host: by one factor, or by several, each for some parameters."""
         self.pipeline.expect_sums()
-        later = Factor(factor)
-        self.change(lambda gradient: gradient.scale(later.read()))
+        later = [(Factor(factor), slots if len(factors) > 1 else None) for factor, slots in factors]
+
+        def scale(gradient: HostGradient) -> None:
+            for factor, slots in later:
+                gradient.scale(factor.read(), slots)
+
+        self.change(scale)
+
+    def landed(self) -> HostGradient:
+        """The gradient on the host. Waits for it, and for the changes that were asked for before."""
+        self.pipeline.mover.wait(self._last_landing)
+        return self.gradient
 
     def square_sum(self) -> float:
         """The sum of squares of the part that counts for norms. Waits for the gradient."""
-        self.pipeline.mover.wait(self._last_landing)
-        return self.gradient.square_sum(self._counted)
+        return self.landed().square_sum(self._counted)
 
     def update(self, update: Update) -> None:
         """Updates with the gradient on the host."""

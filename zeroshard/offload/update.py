@@ -64,7 +64,8 @@ class Update:
     transfer: Transfer
     rules: dict[int, Rule]
     """The rule of each parameter in use, by index in the flat."""
-    factor: Factor
+    factors: Sequence[tuple[Factor, Collection[int]]]
+    """What gradients are multiplied by, with the parameters that each factor is for. One factor alone is for all."""
     free: torch.cuda.Event | None
     """The point from which on the device no longer reads the old parameters."""
     publication: SentParameters | None
@@ -81,8 +82,16 @@ class Update:
     """A gradient whose dtype is wider than the buffer's. It is used in the buffer's place."""
     _output: Tensor = field(init=False)
 
-    def prepare(self) -> tuple[Segments, Sequence[Rule]]:
-        """Waits until all inputs are there, and until no copy reads the memory that the update writes."""
+    @property
+    def factor(self) -> Factor | None:
+        """The one factor of all parameters. None if there are several."""
+        return self.factors[0][0] if len(self.factors) == 1 else None
+
+    def prepare(self) -> list[tuple[Factor, Segments, Sequence[Rule]]]:
+        """Waits until all inputs are there, and until no copy reads the memory that the update writes.
+
+        Returns the work, by factor.
+        """
         transfer, buffers = self.transfer, self.transfer.buffers
         if self.staging is None:
             transfer.pipeline.mover.wait(self.landed)
@@ -95,12 +104,15 @@ class Update:
             wait_for_events(self.high.arrival)
         gradient = transfer.gradient.value if self.staging is None else self.staging.tensor
         output = self._output = buffers.output(gradient) if self.high is None else self.high.tensor
-        cache, rules = transfer.segments, self.rules
-        if self.wide_gradient is None:
-            segments = cache.find(gradient, output, rules.keys())
-        else:
-            segments = cache.make(self.wide_gradient, output, rules.keys())
-        return segments, [rules[piece.slot] for piece in transfer.pieces if piece.slot in rules]
+        work: list[tuple[Factor, Segments, Sequence[Rule]]] = []
+        for factor, slots in self.factors:
+            rules = self.rules if self.factor is not None else {s: self.rules[s] for s in slots if s in self.rules}
+            if self.wide_gradient is None:
+                segments = transfer.segments.find(gradient, output, rules.keys())
+            else:
+                segments = transfer.segments.make(self.wide_gradient, output, rules.keys())
+            work.append((factor, segments, [rules[p.slot] for p in transfer.pieces if p.slot in rules]))
+        return work
 
     def finish(self) -> None:
         """Publishes the new parameters, and gives the buffers back."""

@@ -21,14 +21,17 @@ def global_norm(flats: list[Flat], fabric: Fabric) -> Tensor:
     """
     if fabric.model.rank > 0:
         flats = [flat for flat in flats if flat.divided]
+    for flat in flats:
+        flat.home.unify_factors()
     found = local_norms(flats)
     if not found:
         mine = torch.zeros((), dtype=torch.float64, device=fabric.device)
     else:
         norms = torch.stack(list(found.values()))
-        if any(flat.home.factor is not None for flat in found):
+        factors = [flat.home.factor() for flat in found]
+        if any(factor is not None for factor in factors):
             one = torch.ones((), device=fabric.device)
-            norms = norms * torch.stack([one if (f := flat.home.factor) is None else f for flat in found])
+            norms = norms * torch.stack([one if factor is None else factor for factor in factors])
         mine = norms.square().sum()
     return fabric.sum_in_order(mine).sqrt()
 

@@ -37,8 +37,8 @@ class Passes(Protocol):
     def check_structure(self) -> None:
         """Raises if parameters were added or replaced since ``shard()``."""
 
-    def agree(self) -> bool:
-        """Brings all ranks to the same averaged gradients. Returns False if they had agreed already."""
+    def agree(self, purpose: str) -> None:
+        """Brings all ranks to the same averaged gradients. Raises if another rank has another purpose."""
 
     def begin_step(self) -> None:
         """Called after the agreement, before anything is updated."""
@@ -135,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat in self._flats:
             flat.check_unwritten()
         self._treatment.faults.check_not_stopped()
-        self._agree()
+        self._passes.agree("step()")
         self._treatment.check()
         self._passes.begin_step()
         self.steps += 1
@@ -161,11 +161,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Call it on all ranks between backward and ``step()``; returns the norm before clipping.
         """
         with self._during("clip_grad_norm_()"):
-            self._agree()
+            self._passes.agree("clip_grad_norm_()")
             norm = self._treatment.clip(max_norm)
         for flat in self._flats:
-            flat.gradient.show()
+            flat.gradient.rescaled()
         return norm
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """``torch.amp.GradScaler.step`` asks this first. Refuses a second loss scale."""
+        if self._treatment.scaler is not None:
+            raise RuntimeError(
+                'precision="fp16" scales the loss itself, so a GradScaler would scale it twice; leave the scaler out, '
+                "or create it with enabled=False"
+            )
+        return False
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -194,10 +204,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def _agree(self) -> None:
-        with compat.label("zeroshard.agree"):
-            if self._passes.agree():
-                self._treatment.begin()
+    def gradients_came(self) -> None:
+        """Called once for every new set of averaged gradients."""
+        self._treatment.begin()
 
     # -- for checkpoints ------------------------------------------------------------------------------------------
 

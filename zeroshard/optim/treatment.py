@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.fabric import Fabric
+from ..states.factors import Factor
 from ..states.flat import Flat
 from ..system import compat
 from .loss_scale import LossScaler
@@ -23,7 +24,8 @@ class Treatment:
     ) -> None:
         self._flats, self._fabric, self._max_norm = flats, fabric, max_norm
         self.scaler, self.faults = scaler, faults
-        self._clipped = False
+        self._norm_known = False
+        """Whether the norm of the present gradients is known, from before they were clipped."""
         self.grad_norm: Tensor | None = None
         """Global gradient norm before clipping, of the last step that computed it; on the device."""
         self.check_equal = True
@@ -31,7 +33,7 @@ class Treatment:
 
     def begin(self) -> None:
         """Called once for every new set of averaged gradients."""
-        self._clipped = False
+        self._norm_known = False
 
     def check(self) -> None:
         """Compares gradients that must be equal among ranks, where ``check_equal`` asks for that."""
@@ -70,7 +72,6 @@ class Treatment:
         """Scales gradients to a global norm of at most ``max_norm``; returns the norm before."""
         norm = self._norm()
         self._scale(clip_factor(norm, max_norm))
-        self._clipped = True
         return norm
 
     def _norm(self) -> Tensor:
@@ -78,10 +79,15 @@ class Treatment:
             norm = global_norm(self._flats, self._fabric)
             if self.scaler is not None:
                 norm = norm / self.scaler.scale
-            if not self._clipped:
-                self.grad_norm = norm
+            self.note_norm(norm)
             return norm
 
-    def _scale(self, factor: Tensor) -> None:
+    def note_norm(self, norm: Tensor) -> None:
+        """Notes the norm of all averaged gradients. The first one counts: later ones may be of clipped gradients."""
+        if not self._norm_known:
+            self.grad_norm, self._norm_known = norm, True
+
+    def _scale(self, value: Tensor) -> None:
+        factor = Factor(value)
         for flat in self._flats:
             flat.home.scale(factor)

@@ -14,8 +14,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 from ..comm.fabric import DisagreementError, Fabric
@@ -53,7 +55,8 @@ class Reducer:
         self._inflight: deque[FlatGradient] = deque()
         self._most_inflight = IN_FLIGHT if fabric.data_parallel > 1 else 1  # one rank alone has nothing to wait for
         self._backwards = 0
-        self._agreed = False
+        self.agreed = False
+        """Whether the ranks have agreed since the last backward."""
         self.synchronous = True
         """False inside ``no_sync``: gradients stay on their rank."""
         self.stop_asked = False
@@ -85,8 +88,9 @@ class Reducer:
         return self._publishing_order
 
     def begin_backward(self) -> None:
+        self._check_not_lent("a backward")
         self._backwards += 1
-        self._agreed = False
+        self.agreed = False
         hide_all(self.gradients)
         for gradient in self.gradients:
             gradient.begin_backward()
@@ -111,20 +115,21 @@ class Reducer:
         for flat in self.flats:
             if flat.home.takes_early:
                 flat.gradient.settle()
-            flat.gradient.show()
+            flat.gradient.expose()
 
-    def agree(self) -> bool:
-        """Brings all ranks to the same averaged gradients and the same list of used parameters. Part of ``step()``.
+    def agree(self, purpose: str) -> bool:
+        """Brings all ranks to the same averaged gradients and the same list of used parameters.
 
-        Returns False if nothing has changed since the last agreement.
+        ``step()`` does this, and whoever asks something of the gradients before. All ranks must have one ``purpose``.
+        Returns False if there was no backward since the last agreement.
         """
-        hide_all(self.gradients)
-        if self._agreed:
-            return False
+        self._check_not_lent(purpose)
+        for gradient in self.gradients:
+            gradient.read_changes()
         self._begin_order()
         self.stop_agreed = self.stop_asked
         if self._fabric.world > 1:
-            self._compare()
+            self._compare(purpose)
         for flat in self.order:
             if flat.gradient.unreduced:
                 self._reduce(flat)
@@ -133,16 +138,33 @@ class Reducer:
         self._inflight.clear()
         for gradient in self.gradients:
             gradient.settle()
+            gradient.show()  # what the user assigned shows its part now
         self._incomplete.clear()
-        self._agreed = True  # last, so that the ranks agree again if a step failed before this line
-        return True
+        is_new, self.agreed = not self.agreed, True
+        return is_new
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, ``parameter.grad`` shows whole gradients. Comes after an agreement. Collective."""
+        try:
+            for flat in self.order:
+                flat.gradient.lend()
+            yield
+        finally:
+            for flat in self.order:
+                if flat.gradient.lent:
+                    flat.gradient.take_lent()
+
+    def _check_not_lent(self, purpose: str) -> None:
+        if any(gradient.lent for gradient in self.gradients):
+            raise RuntimeError(f"{purpose} inside `with zeroshard.gathered_gradients(...)`; leave the block first")
 
     def clear(self) -> None:
         """Forgets all gradients."""
         self._begin_order()
         self._inflight.clear()
         self._incomplete.clear()
-        self._agreed = False
+        self.agreed = False
         for gradient in self.gradients:
             gradient.clear()
 
@@ -171,8 +193,8 @@ class Reducer:
 
     # -- agreement ------------------------------------------------------------------------------------------------
 
-    def _compare(self) -> None:
-        """Makes the one agreement of a step: the maximum over the ranks of small integers.
+    def _compare(self, purpose: str) -> None:
+        """Makes one agreement: the maximum over the ranks of small integers.
 
         All ranks have the same x if the maximum of x is minus the maximum of -x.
         """
@@ -180,26 +202,40 @@ class Reducer:
         written = self._buffers.look()
         # Tensor-parallel ranks may have buffers of different shapes, because each has a part of the model.
         shapes = self._buffers.shapes if self._fabric.model.world == 1 else 0
-        same = [self._backwards, shapes, *(lane.hash for lane in lanes)]
+        changes = sum(gradient.changes for gradient in self.gradients) % 2**62
+        same = [zlib.crc32(purpose.encode()), self._backwards, changes, shapes, *(lane.hash for lane in lanes)]
         values = [*same, *(-value for value in same), self.stop_asked, written]
         for flat in self.order:
             gradient = flat.gradient
             values += [*gradient.used, gradient.unreduced, flat in self._incomplete]
-        agreed = iter(self._fabric.maximum([int(value) for value in values]))
+        where = f"the agreement on gradients, in {purpose}"
+        agreed = iter(self._fabric.maximum([int(value) for value in values], where))
 
         highest, negated = list(islice(agreed, len(same))), list(islice(agreed, len(same)))
         differ = [high != -low for high, low in zip(highest, negated, strict=True)]
         if differ[0]:
+            purposes = self._fabric.gather_objects(purpose)
+            raise DisagreementError(
+                f"ranks do different things with their gradients: {_by_rank(purposes)}; what is asked of a gradient, "
+                "and step(), need all ranks: do the same on every rank"
+            )
+        if differ[1]:
             counts = self._fabric.gather_objects(self._backwards)
             raise DisagreementError(
                 f"ranks ran different numbers of backward passes before step(): {_by_rank(counts)}; give every rank "
                 "the same number of micro-batches"
             )
-        for lane, lane_differs in zip(lanes, differ[2:], strict=True):
+        if differ[2]:
+            raise DisagreementError(
+                "ranks changed, zeroed or assigned the gradients of different parameters, or in different ways: "
+                f"{self._changes_by_rank()}; do the same on all ranks"
+            )
+        for lane, lane_differs in zip(lanes, differ[4:], strict=True):
             if lane_differs:
                 raise DisagreementError(self._first_difference(lane))
-        self._buffers.uneven = differ[1]
-        self.stop_agreed, self._buffers.differ = bool(next(agreed)), bool(next(agreed))
+        self._buffers.uneven = differ[3]
+        self.stop_agreed = bool(next(agreed))
+        self._buffers.differ = bool(next(agreed)) or self._buffers.differ  # an earlier agreement of this step counts
         self._idle = set()
         for flat in self.order:
             gradient = flat.gradient
@@ -209,6 +245,12 @@ class Reducer:
                 self._late.add(flat)
             if not any(gradient.used):
                 self._idle.add(flat)
+
+    def _changes_by_rank(self) -> str:
+        """The flats whose gradients were changed differently, with what each rank did to their parameters."""
+        everybody = self._fabric.gather_objects({flat.label: flat.gradient.changes for flat in self.flats})
+        labels = [label for label in everybody[0] if len({changes[label] for changes in everybody}) > 1]
+        return f"units {', '.join(map(repr, labels))}"
 
     def _first_difference(self, lane: Lane) -> str:
         logs = self._fabric.gather_objects(list(lane.log))

@@ -55,7 +55,7 @@ class DeviceHome(Home):
 
     def take_gradient(self) -> Tensor | None:
         """The averaged gradient for the optimizer, in the master's dtype; None if there is none."""
-        return self._stash.take(self.flat.master_dtype)
+        return self._stash.take(self.flat.master_dtype, self.flat.gradient.there)
 
     def on_device(self) -> StateTensors:
         return StateTensors(*self._stash.tensors(), [self._master] if self.separate_master else [])

@@ -5,15 +5,17 @@
   table says whole, the stash is a view of the whole local buffer, which is reduced in place. Elsewhere the stash is a
   shard, and the local buffer is freed at once.
 
-``parameter.grad`` tells what the user wants. A gradient that was shown there and is taken away (``zero_grad``) is
-discarded. ``parameter.grad`` shows the gradient itself if that is whole, averaged and unscaled, else a placeholder.
+``parameter.grad`` shows the gradient itself if that is whole, averaged and unscaled, else a stand-in. If there are
+several ranks, every parameter shows a gradient after a backward: this rank cannot know which parameters other ranks
+used. The gradient of a parameter that nobody used counts as zero, and the optimizer skips it.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +25,11 @@ from ..comm.fabric import DisagreementError, Fabric
 from ..comm.lane import Done, Pending
 from ..config.table import Extent
 from ..system import compat
+from .factors import Factor
 from .local_gradient import LocalGradient
 from .placeholder import Placeholders
+from .question import Question
+from .sharded_gradient import Change, Cut
 from .shown_gradients import ShownGradients
 
 if TYPE_CHECKING:
@@ -43,6 +48,26 @@ class _Reduction:
     """Whether every parameter had its gradient when the reduce began."""
 
 
+class Answers(Protocol):
+    """Answers what user code asks of the gradients of one model."""
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that the averaged gradients are multiplied by. 1 without loss scaling."""
+
+    def answer(self, gradient: FlatGradient, index: int, question: Question) -> Tensor:
+        """The answer for one parameter's whole gradient, in fp64. Collective, unless it is known."""
+
+    def agree(self, what: str) -> None:
+        """Brings all ranks to the same averaged gradients, if they are not there yet. Collective then."""
+
+    def changed(self, gradient: FlatGradient, index: int) -> None:
+        """A gradient has changed, so that earlier answers about it do not hold."""
+
+    def forget(self) -> None:
+        """All gradients have changed, so that no answer holds."""
+
+
 class FlatGradient:
     """The way of one flat's gradients: from autograd into the local buffer, through a reduce, to the home."""
 
@@ -54,11 +79,23 @@ class FlatGradient:
         accumulate = torch.promote_types(flat.dtype, precision.accumulate)
         self._local = LocalGradient(flat.layout, dtype=self._reduce_dtype, accumulate=accumulate, device=fabric.device)
         self._reduction: _Reduction | None = None
-        self._shown = ShownGradients(flat.parameters, flat.layout.slots, flat.dtype, placeholders)
+        self._shown = ShownGradients(self, flat.parameters, flat.layout.slots, flat.dtype, placeholders)
         self.used = [False] * len(flat.parameters)
         """Which parameters got a gradient since the last step: on this rank; after the agreement, on any rank."""
+        self.there = [False] * len(flat.parameters)
+        """Which gradients users may see: of a backward since the last step, and not discarded."""
+        self.changes = 0
+        """A number for what the user did to gradients since the last step. The order does not count."""
         self.awaited = False
         """The ranks agreed that one of them has gradients that are not reduced, so all must reduce."""
+        self.lent = False
+        """``parameter.grad`` shows whole gradients, inside a ``gathered_gradients`` block."""
+        self.answers: Answers | None = None
+        """Answers what users ask of these gradients. None until the model is sharded."""
+
+    @property
+    def device(self) -> torch.device:
+        return self._fabric.device
 
     @property
     def complete(self) -> bool:
@@ -74,7 +111,12 @@ class FlatGradient:
 
     def begin_backward(self) -> None:
         """A new backward pass. ``hide_all`` comes before, because the user may have zeroed gradients."""
-        self._flat.home.begin_backward()
+        home = self._flat.home
+        self._forget_answers()
+        if home.factors:  # they are for gradients that came before, and not for those that come now
+            self.settle()
+            self._local.scale(home.factors)
+        home.begin_backward()
         self._local.begin_backward()
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -127,40 +169,174 @@ class FlatGradient:
 
     # -- between backward and step --------------------------------------------------------------------------------
 
+    def expose(self) -> None:
+        """Lets users see the gradients of a backward that is over."""
+        self.there = list(self.used) if self._flat.alone else [True] * len(self.used)
+        if not any(self.there):
+            self.settle()
+            self._flat.home.forget()
+        self.show()
+
     def show(self) -> None:
         """Lets the user see in ``parameter.grad`` that there is a gradient; and its values, if they are averaged."""
-        settled = not self.unreduced and self._reduction is None
-        self._shown.show(self.used, self._flat.home.visible() if settled else None)
+        if not self.lent and self._shown.lacks(self.there):
+            settled = not self.unreduced and self._reduction is None
+            self._shown.show(self.there, self._flat.home.visible() if settled else None)
+
+    def rescaled(self) -> None:
+        """Called when all gradients of the flat were multiplied."""
+        self._forget_answers()
+        self._flat.home.visible()  # a gradient that users see is multiplied at once
+
+    def read_changes(self) -> None:
+        """Follows what the user did to ``parameter.grad``."""
+        if self.lent:
+            return  # the end of the block does that
+        changes = self._shown.changes()
+        for index, assigned in changes.items():
+            if assigned is not None:
+                self._take_from_user(index, assigned)
+        discarded = [index for index, assigned in changes.items() if assigned is None]
+        if discarded:
+            self._discard(discarded)
 
     def hide(self) -> None:
         """Takes ``parameter.grad`` back before autograd adds to it, and follows what the user did to it."""
-        for index, assigned in self._shown.take_back():
-            if assigned is None:
-                self._discard(index)
-            else:
-                self._take_from_user(index, assigned)
+        self.read_changes()
+        self._shown.hide()
 
     def _take_from_user(self, index: int, gradient: Tensor) -> None:
-        if not self._flat.home.shows_gradient:
-            raise RuntimeError(
-                f"the gradient of {self._flat.layout.slots[index].name!r} was assigned by hand, but gradients are "
-                "sharded or scaled here and it would be lost; change the loss instead, or use stage=0 without loss "
-                "scaling"
-            )
+        parameter, slot = self._flat.parameters[index], self._flat.layout.slots[index]
+        part = parallel.local_gradient(parameter, gradient)
+        if part.shape != slot.shape:
+            part = slot.part(part)
         self.settle()
         self._local.drop(index)  # otherwise a gradient that is not reduced yet would be added to the user's
-        self._flat.home.assign(index, parallel.local_gradient(self._flat.parameters[index], gradient))
-        self.used[index] = True
+        self._flat.home.assign(index, part.detach(), self._scale)
+        self.used[index] = self.there[index] = True
+        self._note(index, "assigned")
 
-    def _discard(self, index: int) -> None:
-        self.settle()  # otherwise a reduce under way would bring the gradient back
-        self.used[index] = False
-        if any(self.used):
-            self._local.drop(index)
-            self._flat.home.discard(index)
-        else:
+    def _discard(self, indices: list[int]) -> None:
+        self.settle()  # otherwise a reduce under way would bring the gradients back
+        for index in indices:
+            self.used[index] = self.there[index] = False
+            self._note(index, "discarded")
+        if not any(self.there):
             self._local.clear()
             self._flat.home.forget()
+            return
+        for index in indices:
+            self._local.drop(index)
+            self._flat.home.discard(index)
+
+    def _note(self, index: int, what: str) -> None:
+        """Notes a change for the agreement: all ranks must make the same changes."""
+        self.changes += zlib.crc32(f"{self.name_of(index)} {what}".encode())
+        if self.answers is not None:
+            self.answers.changed(self, index)
+
+    def _forget_answers(self) -> None:
+        if self.answers is not None:
+            self.answers.forget()
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.answers is None else self.answers.scale
+
+    # -- whole gradients for users --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Shows the whole averaged gradients in ``parameter.grad``, after an agreement. Collective."""
+        self.lent = True
+        self._shown.hide()
+        if any(self.used):
+            self._shown.show(self.used, self._gathered())
+
+    def _gathered(self) -> Tensor:
+        visible = self._flat.home.visible()
+        if visible is not None:
+            return visible
+        own = self._flat.home.averaged(self._scale)
+        if own is None:
+            raise self.missing()
+        own = own.to(self.device)
+        if own.numel() == self._flat.layout.numel:
+            return own
+        whole = torch.empty(self._flat.layout.numel, dtype=own.dtype, device=own.device)
+        self._fabric.gathers.all_gather(whole, own, f"{self.label} gradients").wait()
+        return whole
+
+    @torch.no_grad()
+    def take_lent(self) -> None:
+        """Takes this rank's part of what the user did to whole gradients, and shows stand-ins again."""
+        self.lent = False
+        shown, visible = self._shown.take_back(), self._flat.home.visible() is not None
+        before = None if visible or not any(self.used) else self._flat.home.averaged(self._scale)
+        for index, (display, gradient) in enumerate(shown):
+            if gradient is None:
+                if display is not None:
+                    self._discard([index])
+            elif gradient is not display:
+                self._take_from_user(index, gradient)
+            elif before is not None:
+                self._follow(index, parallel.local(gradient), before)
+        self._forget_answers()
+        self.show()
+
+    def _follow(self, index: int, gradient: Tensor, before: Tensor) -> None:
+        """Takes the elements that differ from ``before``. The others may be there in more precision."""
+        pieces = [piece for piece in self._flat.layout.pieces(self._flat.own) if piece.slot == index]
+
+        def follow(part: Tensor, cut: Cut) -> None:
+            for piece in pieces:
+                old, new = before[piece.offset :][: piece.numel].to(part.device), cut(gradient).to(part.device)
+                part.copy_(torch.where(old == new, part, new.to(part.dtype)))
+
+        self._flat.home.change(index, follow, self._scale)
+
+    # -- what users do to stand-ins (``sharded_gradient.Owner``) --------------------------------------------------
+
+    def name_of(self, index: int) -> str:
+        return self._flat.layout.slots[index].name
+
+    def ask(self, index: int, question: Question) -> Tensor:
+        self.check_there(index)
+        self._flat.home.check_readable()
+        assert self.answers is not None
+        return self.answers.answer(self, index, question)
+
+    def multiply(self, index: int, factor: Factor) -> None:
+        self.check_there(index)
+        self._flat.home.check_readable()
+        self._flat.home.scale_one(index, factor)
+        self._note(index, "multiplied")
+
+    def zero(self, index: int) -> None:
+        self.check_there(index)
+        self._flat.home.check_readable()
+        self.settle()
+        self._local.drop(index)
+        self._flat.home.discard(index)
+        self._note(index, "zeroed")
+
+    def change(self, index: int, what: str, change: Change) -> None:
+        self.check_there(index)
+        self._flat.home.check_readable()
+        assert self.answers is not None
+        self.answers.agree(f"{what} on the gradient of {self.name_of(index)!r}")
+        self.check_there(index)
+        if self.used[index]:  # else nobody used the parameter, and the optimizer skips it
+            self._flat.home.change(index, change, self._scale)
+        self._note(index, what)
+
+    def check_there(self, index: int) -> None:
+        """Raises if a gradient that a user kept is gone."""
+        if not self._shown.shows(index):
+            raise RuntimeError(
+                f"the gradient of {self.name_of(index)!r} is gone, because of step(), zero_grad() or a backward that "
+                "runs; use it between backward() and step()"
+            )
 
     def clear(self) -> None:
         """Forgets everything: after the optimizer has taken it, or when a backward failed."""
@@ -168,10 +344,12 @@ class FlatGradient:
             self._reduction.pending.wait()
             self._reduction = None
         self._flat.home.forget()
+        self._forget_answers()
         self._shown.clear()
         self._local.clear()
-        self.awaited = False
-        self.used = [False] * len(self.used)
+        self.awaited = self.lent = False
+        self.changes = 0
+        self.used, self.there = [False] * len(self.used), [False] * len(self.there)
 
     def missing(self) -> DisagreementError:
         """The error of a rank that has no gradient to update with, while other ranks have."""
@@ -187,21 +365,13 @@ class FlatGradient:
 
 
 def hide_all(gradients: Sequence[FlatGradient]) -> None:
-    """Takes ``parameter.grad`` back in the whole model.
-
-    Of parameters that only other ranks used, this rank has a part of the averaged gradient, and ``parameter.grad`` is
-    None. A user who drops all gradients that this rank shows drops these gradients too.
-    """
-    shown = any(any(gradient.used) for gradient in gradients)
+    """Takes ``parameter.grad`` back in the whole model."""
     for gradient in gradients:
         gradient.hide()
-    if shown and not any(any(gradient.used) for gradient in gradients):
-        for gradient in gradients:
-            gradient.clear()
 
 
 def read_user_changes(gradients: Sequence[FlatGradient]) -> None:
     """Looks at what the user did to ``parameter.grad`` in the whole model, and shows the gradients again."""
-    hide_all(gradients)
     for gradient in gradients:
+        gradient.read_changes()
         gradient.show()

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..comm import parallel
 from ..config.table import Place
+from .factors import Factor, Factors, apply_groups, multiplier
+from .sharded_gradient import Change, Cut
 from .stash import Stash
 
 if TYPE_CHECKING:
@@ -61,8 +64,9 @@ class Home(ABC):
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
-        self._stash = Stash(flat.dtype, flat.precision.accumulate)
-        """The part of the averaged gradient that is on the device, and the factor of the whole gradient."""
+        pieces = flat.layout.pieces(flat.own)
+        self._stash = Stash(flat.dtype, flat.precision.accumulate, pieces, len(flat.parameters))
+        """The part of the averaged gradient that is on the device, and the factors of the whole gradient."""
         self._before_write: Tensor | None = None
         """The master from before a user's write, where the write changes the master too."""
 
@@ -134,7 +138,7 @@ class Home(ABC):
 
     def begin_backward(self) -> None:
         """A new backward pass, whose gradients do not get an earlier factor. Raises if no more gradients may come."""
-        self._stash.apply_factor()
+        self._stash.apply_factors(self.flat.gradient.there)
 
     @abstractmethod
     def take(self, gradient: Tensor, *, complete: bool) -> None:
@@ -148,37 +152,108 @@ class Home(ABC):
         values = self._stash.values
         if not self.shows_gradient or values is None or values.dtype is not self.flat.dtype:
             return None
-        self._stash.apply_factor()
+        self._stash.apply_factors(self.flat.gradient.there)
         return values
 
-    def assign(self, slot: int, gradient: Tensor) -> None:
-        """Replaces the averaged gradient of one parameter by a user's. Only where ``shows_gradient``."""
-        self._stash.apply_factor()  # the factor is not for the user's gradient
+    def assign(self, slot: int, gradient: Tensor, scale: float) -> None:
+        """Replaces the averaged gradient of one parameter by a user's, which has the slot's shape."""
+        self._make_room(gradient.device)
+
+        def copy(part: Tensor, cut: Cut) -> None:
+            part.copy_(cut(gradient))
+
+        self.change(slot, copy, scale)
+
+    def _make_room(self, device: torch.device) -> None:
+        """Makes a gradient of zeros, if there is no gradient."""
         if self._stash.values is None:
-            numel, dtype = self.flat.layout.numel, self.flat.dtype
-            self._stash.values = torch.zeros(numel, dtype=dtype, device=gradient.device)
-        self.flat.layout.slots[slot].view(self._stash.values).copy_(gradient)
+            self._stash.values = torch.zeros(self.flat.own.numel, dtype=self.flat.dtype, device=device)
+
+    def change(self, slot: int, change: Change, scale: float) -> None:
+        """Changes this rank's part of one parameter's gradient, which is multiplied by the loss ``scale``."""
+        self._stash.apply_factor(slot)
+        part = self._stash.part(slot)
+        if part is not None:
+            self._change_part(slot, part, change, scale)
+
+    def _change_part(self, slot: int, part: Tensor, change: Change, scale: float) -> None:
+        piece = next(piece for piece in self.flat.layout.pieces(self.flat.own) if piece.slot == slot)
+        place = self.flat.layout.slots[slot]
+
+        def cut(tensor: Tensor) -> Tensor:
+            local = parallel.local(tensor)
+            mine = local if local.shape == place.shape else place.part(local)
+            return mine.reshape(-1)[piece.start : piece.stop]
+
+        if scale == 1.0:
+            change(part, cut)
+            return
+        unscaled = part.to(torch.promote_types(part.dtype, torch.float32)) / scale
+        change(unscaled, cut)
+        part.copy_(unscaled * scale)
 
     @property
-    def factor(self) -> Tensor | None:
-        """The number that the averaged gradient is still to be multiplied by; None for 1."""
-        return self._stash.factor
+    def factors(self) -> Factors:
+        """The factors that the averaged gradient is still to be multiplied by, by parameter."""
+        return self._stash.factors
 
-    def scale(self, factor: Tensor) -> None:
+    def factor(self) -> Tensor | None:
+        """The number that all gradients of the flat are still to be multiplied by; None for 1."""
+        (scaling,) = self.factors.groups(self.flat.gradient.there) or ((),)
+        return multiplier(scaling, self.flat.gradient.device)
+
+    def unify_factors(self) -> None:
+        """Makes sure that the gradients of all parameters have the same factors still to be applied."""
+        if len(self.factors.groups(self.flat.gradient.there)) > 1:
+            self._stash.apply_factors(self.flat.gradient.there)
+
+    def scale(self, factor: Factor) -> None:
         """Multiplies the averaged gradient when it is next touched, so that clipping needs no pass of its own."""
-        self._stash.scale(factor)
+        self._stash.factors.add(factor)
+
+    def scale_one(self, slot: int, factor: Factor) -> None:
+        """Multiplies one parameter's gradient when it is next touched."""
+        self._stash.factors.add(factor, slot)
+
+    def check_readable(self) -> None:
+        """Raises if no averaged gradient is there for users to read or change."""
+        return
 
     def counted(self) -> Tensor | None:
         """The part of the gradient that counts for the norm on this rank, if the gradient is on the device."""
         return None if self._stash.values is None else self._stash.values[self.flat.counted]
+
+    def own_gradient(self) -> Tensor | None:
+        """The averaged gradient of the range that this rank updates, where it is, without its factors. May wait."""
+        return self._stash.values
+
+    def parts(self) -> dict[int, Tensor]:
+        """The parts of the gradient that count on this rank, by parameter, without their factors. May wait."""
+        values = self.own_gradient()
+        if values is None:
+            return {}
+        counted, pieces = values[self.flat.counted], self.flat.layout.pieces(self.flat.shard_range)
+        return {piece.slot: counted[piece.offset :][: piece.numel] for piece in pieces}
+
+    def averaged(self, scale: float) -> Tensor | None:
+        """A copy of this rank's averaged gradient, as users see it: with its factors, without the loss scale."""
+        values = self.own_gradient()
+        if values is None:
+            return None
+        copied = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
+        apply_groups(self.factors.groups(self.flat.gradient.there), copied, self.flat.layout.pieces(self.flat.own))
+        return (copied if scale == 1.0 else copied / scale).to(self.flat.dtype)
 
     def norm(self) -> Tensor | None:
         """The 2-norm of the part that counts on this rank, if the gradient is not on the device."""
         return None
 
     def discard(self, slot: int) -> None:
-        """Drops one parameter's gradient."""
-        self._stash.zero(self.flat.layout.pieces(self.flat.own), slot)
+        """Makes one parameter's gradient zero."""
+        self._stash.factors.take(slot)
+        part = self._stash.part(slot)
+        if part is not None:
+            part.zero_()
 
     def forget(self) -> None:
         """Drops the whole gradient."""

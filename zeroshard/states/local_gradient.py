@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config.bounds import DEPOSIT_BYTES
 from ..config.layout import FlatLayout
 from ..system import compat
+from .factors import Factors, apply
 
 
 class Arrival(Enum):
@@ -91,6 +92,13 @@ class LocalGradient:
         self._deposit()
         self._came -= self._arrivals[index] is Arrival.DEPOSITED
         self._arrivals[index] = Arrival.MISSING
+
+    def scale(self, factors: Factors) -> None:
+        """Multiplies the gradients that came so far, each by its factors."""
+        self._deposit()
+        for index, arrival in enumerate(self._arrivals):
+            if arrival in IN_BUFFER and factors.of(index):
+                apply(factors.of(index), self._slot(index))
 
     def clear(self) -> None:
         """Forgets everything."""

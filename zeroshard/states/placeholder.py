@@ -26,8 +26,3 @@ class Placeholders:
         if dtype not in self._scalars:
             self._scalars[dtype] = torch.full((), math.nan, dtype=dtype, device=self._device)
         return self._scalars[dtype].expand(tuple(shape))
-
-    def gradients(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-        """For ``grad`` of some parameters. Each has a version of its own (``.data``), which shows if it was zeroed."""
-        scalars = torch.full((len(shapes),), math.nan, dtype=dtype, device=self._device)
-        return [scalar.expand(tuple(shape)).data for scalar, shape in zip(scalars.unbind(), shapes, strict=True)]

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..config.layout import Piece
+from .factors import Factors, apply, apply_groups, multiplier
 
 
 class Stash:
-    """An averaged gradient on the device, and a factor that is still to be applied to it.
+    """An averaged gradient on the device, and the factors that are still to be applied to it.
 
     The gradient of one micro-batch is stored in the parameters' dtype. The sum of several is an *accumulator*, in the
     accumulation dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, accumulate: torch.dtype) -> None:
-        self._dtype, self._accumulate = dtype, accumulate
+    def __init__(self, dtype: torch.dtype, accumulate: torch.dtype, pieces: Sequence[Piece], count: int) -> None:
+        """``pieces`` are the parts of the flat's parameters in the gradient; ``count`` parameters are in the flat."""
+        self._dtype, self._accumulate, self._pieces = dtype, accumulate, pieces
         self.values: Tensor | None = None
         self.is_sum = False
-        self.factor: Tensor | None = None
+        self.factors = Factors(count)
 
     def add(self, gradient: Tensor, *, is_sum: bool) -> None:
         """Adds one averaged gradient. ``is_sum``: a wider dtype than the parameters' means several micro-batches."""
@@ -34,37 +36,46 @@ class Stash:
             self.values, self.is_sum = self.values.to(wide), True
         self.values.add_(gradient)
 
-    def scale(self, factor: Tensor) -> None:
-        self.factor = factor if self.factor is None else self.factor * factor
+    def part(self, slot: int) -> Tensor | None:
+        """One parameter's part of the gradient; None if this rank has no part of it."""
+        for piece in self._pieces:
+            if piece.slot == slot and self.values is not None:
+                return self.values[piece.offset :][: piece.numel]
+        return None
 
-    def apply_factor(self) -> Tensor | None:
-        """Multiplies now. Returns the factor, which is then used up."""
-        factor, self.factor = self.factor, None
-        if factor is not None and self.values is not None:
-            self.values.mul_(factor)
-        return factor
+    def apply_factors(self, wanted: Sequence[bool]) -> None:
+        """Multiplies now, so that no factor is left. Only gradients of ``wanted`` parameters must be right after it."""
+        if self.factors and self.values is not None:
+            apply_groups(self.factors.groups(wanted), self.values, self._pieces)
+        self.factors.clear()
 
-    def take(self, dtype: torch.dtype) -> Tensor | None:
+    def apply_factor(self, slot: int) -> None:
+        """Multiplies one parameter's gradient now."""
+        scaling, part = self.factors.take(slot), self.part(slot)
+        if scaling and part is not None:
+            apply(scaling, part)
+
+    def take(self, dtype: torch.dtype, wanted: Sequence[bool]) -> Tensor | None:
         """The gradient in the optimizer's dtype, scaled; None if there is no gradient."""
-        values, factor = self.values, self.factor
+        values = self.values
         if values is None:
             return None
-        self.factor = None
-        if factor is None:
-            return values.to(dtype)
+        groups = self.factors.groups(wanted)
+        self.factors.clear()
         if values.dtype is dtype:
-            return values.mul_(factor)
+            apply_groups(groups, values, self._pieces)
+            return values
         wide = torch.promote_types(values.dtype, dtype)
-        return (values * factor.to(wide).expand_as(values)).to(dtype)  # widened and scaled in one pass
-
-    def zero(self, pieces: Iterable[Piece], slot: int) -> None:
-        """Zeroes one parameter's gradient."""
-        for piece in pieces:
-            if piece.slot == slot and self.values is not None:
-                self.values[piece.offset :][: piece.numel].zero_()
+        if len(groups) == 1:  # widened and scaled in one pass
+            factor = multiplier(next(iter(groups)), values.device, wide)
+            return values.to(dtype) if factor is None else (values * factor.expand_as(values)).to(dtype)
+        widened = values.to(wide, copy=True)
+        apply_groups(groups, widened, self._pieces)
+        return widened.to(dtype)
 
     def clear(self) -> None:
-        self.values, self.is_sum, self.factor = None, False, None
+        self.values, self.is_sum = None, False
+        self.factors.clear()
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """The memory in use: for the gradient of one micro-batch, and for the sum of several."""

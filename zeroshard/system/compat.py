@@ -180,6 +180,25 @@ def plain() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+"""The name of the function by which ``torch.amp.GradScaler`` unscales gradients."""
+
+
+def grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """``grad`` of each parameter, whatever their classes do. One call, because every pass asks for all parameters."""
+    read = cast(Any, Tensor.grad).__get__
+    with plain():
+        return [read(parameter) for parameter in parameters]
+
+
+def set_grads(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Sets ``grad`` of each parameter, whatever their classes do."""
+    write = cast(Any, Tensor.grad).__set__
+    with plain():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            write(parameter, gradient)
+
+
 def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     return isinstance(tensor, DTensor)
@@ -325,9 +344,9 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, computed in ``dtype``. On CUDA one kernel serves many tensors."""
-    return list(torch._foreach_norm(tensors, 2.0, dtype=dtype)) if tensors else []
+def norms(tensors: list[Tensor], dtype: torch.dtype, order: float = 2.0) -> list[Tensor]:
+    """The norm of each tensor, computed in ``dtype``. On CUDA one kernel serves many tensors."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype)) if tensors else []
 
 
 _connections: list[tuple[weakref.ref[Any], Any]] = []
