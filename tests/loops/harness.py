@@ -173,6 +173,8 @@ def assert_equal(ours: Any, theirs: Any, exact: bool, where: str = "") -> None:
         assert ours.keys() == theirs.keys(), where
         for name in theirs:
             assert_equal(ours[name], theirs[name], exact, f"{where}/{name}")
+    elif isinstance(theirs, list) and all(isinstance(each, float) for each in theirs):  # a series, as one vector
+        _assert_equal_values(_tensor(ours), _tensor(theirs), exact, where)
     elif isinstance(theirs, list | tuple):
         assert len(ours) == len(theirs), where
         for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
@@ -181,7 +183,7 @@ def assert_equal(ours: Any, theirs: Any, exact: bool, where: str = "") -> None:
         _assert_equal_values(_tensor(ours), _tensor(theirs), exact, where)
 
 
-def _tensor(value: Tensor | float) -> Tensor:
+def _tensor(value: Tensor | float | list[float]) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 

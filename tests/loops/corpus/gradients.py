@@ -170,7 +170,7 @@ def grad_scaler(parallel: Parallel) -> Log:
 
 @corpus.loop(
     "SGD by hand: `p -= lr * p.grad`",
-    Refusal(SHARDED_GRADIENTS, "gathered_gradients", WRITE_BY_GRADIENT),
+    Refusal(SHARDED_GRADIENTS, r"inside `with zeroshard\.gathered", WRITE_BY_GRADIENT),
 )
 def manual_sgd(parallel: Parallel, line: bool = False) -> Log:
     net = Net(depth=2)

@@ -231,7 +231,7 @@ def reinforce(parallel: Parallel) -> Log:
         chosen = logits.log_softmax(-1).gather(-1, text[:, 1:, None])[:, 2:, 0]
         with torch.no_grad():
             before = reference(text[:, :-1])[0].log_softmax(-1).gather(-1, text[:, 1:, None])[:, 2:, 0]
-        loss = -((reward - reward.mean()) * chosen.sum(dim=1)).mean() + 0.1 * (chosen - before).mean()
+        loss = -((reward - 0.2) * chosen.sum(dim=1)).mean() + 0.1 * (chosen - before).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

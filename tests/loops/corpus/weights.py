@@ -17,7 +17,6 @@ from tests.models import Net
 corpus = Corpus()
 WRITE = "with zeroshard.gathered(model, write=True):"
 COPY = "copied = Model(); copied.load_state_dict(zeroshard.full_state_dict(model))"
-STATE = "zeroshard.full_state_dict(model)"
 
 
 @corpus.loop("a log of weights: `p.data.norm()`, histograms, the size of the last update")
@@ -42,7 +41,7 @@ def log_weights(parallel: Parallel) -> Log:
     return {"losses": losses, "norms": norms, "histograms": histograms, "updates": updates}
 
 
-@corpus.loop("a moving average of the weights by hand: `e.mul_(d).add_(p.data, alpha=1 - d)`")
+@corpus.loop("a moving average of the weights by hand: `e.lerp_(p.detach(), 1 - d)`")
 def ema_by_hand(parallel: Parallel) -> Log:
     net = Net(depth=2)
     ema = copy.deepcopy(net).eval().requires_grad_(False)
@@ -55,7 +54,7 @@ def ema_by_hand(parallel: Parallel) -> Log:
         loss.backward()
         optimizer.step()
         for p, e in zip(net.parameters(), ema.parameters(), strict=True):
-            e.data.mul_(0.9).add_(p.data, alpha=0.1)
+            e.lerp_(p.detach(), 0.1)
         losses.append(loss.item())
         scores.append(F.mse_loss(ema(x), y).item())
     return {"losses": losses, "scores": scores, "average": ema.state_dict()}
@@ -112,8 +111,8 @@ class SwaBlock(torch.nn.Module):
         return x + torch.relu(self.norm(self.linear(x)))
 
 
-@corpus.loop("checkpoint averaging: `state_dict()` every few steps", Refusal(STAGE_3, "full_state_dict", STATE))
-def average_checkpoints(parallel: Parallel, line: bool = False) -> Log:
+@corpus.loop("checkpoint averaging: `state_dict()` every few steps")
+def average_checkpoints(parallel: Parallel) -> Log:
     net = Net(depth=2)
     model, optimizer = parallel(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     losses, checkpoints = [], []
@@ -125,8 +124,7 @@ def average_checkpoints(parallel: Parallel, line: bool = False) -> Log:
         optimizer.step()
         losses.append(loss.item())
         if step % 2 == 1:
-            state = zeroshard.full_state_dict(net) if line else net.state_dict()
-            checkpoints.append({name: value.clone() for name, value in state.items()})
+            checkpoints.append({name: value.clone() for name, value in net.state_dict().items()})
     average = {name: sum(each[name] for each in checkpoints) / len(checkpoints) for name in checkpoints[0]}
     final = Net(depth=2)
     final.load_state_dict(average)
@@ -135,7 +133,7 @@ def average_checkpoints(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "early stopping: `state_dict()` in memory, restored by `load_state_dict()`",
-    Refusal(STAGE_3, "full_state_dict", WRITE),
+    Refusal(STAGE_3, r"load_state_dict\(\).*gathered\(model, write=True\)", WRITE),
 )
 def early_stopping(parallel: Parallel, line: bool = False) -> Log:
     net = Net(depth=2)
@@ -152,8 +150,7 @@ def early_stopping(parallel: Parallel, line: bool = False) -> Log:
         with torch.no_grad():
             score = F.mse_loss(model(held_out[0]), held_out[1]).item()
         if score < best:
-            with when(line, zeroshard.gathered, model, write=True):
-                best, best_state = score, copy.deepcopy(net.state_dict())
+            best, best_state = score, copy.deepcopy(net.state_dict())
     with when(line, zeroshard.gathered, model, write=True):
         net.load_state_dict(best_state)
     with torch.no_grad():
@@ -161,8 +158,11 @@ def early_stopping(parallel: Parallel, line: bool = False) -> Log:
     return {"losses": losses, "best": best, "score": score}
 
 
-@corpus.loop("a target network: `copy.deepcopy(model)` before `shard()`, then a soft update by `.data`")
-def target_network(parallel: Parallel) -> Log:
+@corpus.loop(
+    "a target network: `copy.deepcopy(model)` before `shard()`, then a soft update that reads `p.data`",
+    Refusal(OFFLOAD, r"\.data of parameter.*read with \.detach\(\)", "p.detach(), in place of p.data"),
+)
+def target_network(parallel: Parallel, line: bool = False) -> Log:
     net = Net(depth=2)
     target = copy.deepcopy(net)
     model, optimizer = parallel(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -176,7 +176,8 @@ def target_network(parallel: Parallel) -> Log:
         loss.backward()
         optimizer.step()
         for target_param, param in zip(target.parameters(), net.parameters(), strict=True):
-            target_param.data.copy_(0.1 * param.data + 0.9 * target_param.data)
+            value = param.detach() if line else param.data
+            target_param.data.copy_(0.1 * value + 0.9 * target_param.data)
         losses.append(loss.item())
     return {"losses": losses, "target": target.state_dict()}
 
@@ -206,7 +207,7 @@ def copy_after_shard(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "WGAN: `p.data.clamp_(-c, c)` after each step of the critic",
-    Refusal(STAGE_3 | OFFLOAD, r"gathered\(.*write=True\)", WRITE),
+    Refusal(STAGE_3 | OFFLOAD, r"gathered\(model", WRITE),
 )
 def wgan(parallel: Parallel, line: bool = False) -> Log:
     critic_net, generator_net = Net(depth=2, outputs=1), Net(depth=2, outputs=7)
@@ -233,7 +234,7 @@ def wgan(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "weight decay by hand: `with torch.no_grad(): p.mul_(1 - lr * wd)`",
-    Refusal(STAGE_3 | OFFLOAD, r"gathered\(.*write=True\)", WRITE),
+    Refusal(STAGE_3 | OFFLOAD, r"gathered\(model, write=True\)", WRITE),
 )
 def decay_by_hand(parallel: Parallel, line: bool = False) -> Log:
     net = Net(depth=2)
