@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.huggingface import gpt2, tokens
 from tests.loops.corpus.models import GPT, examples, sentences
 from tests.loops.harness import STAGE_3, Corpus, Log, Parallel, Refusal
 from tests.models import Net
@@ -19,7 +21,7 @@ corpus = Corpus()
 @corpus.loop("`OneCycleLR`, which also sets the momentum")
 def one_cycle(parallel: Parallel) -> Log:
     net = Net(depth=2)
-    model, optimizer = parallel(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    model, optimizer = parallel(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=5)
     losses, rates = [], []
     for step in range(4):
@@ -248,6 +250,34 @@ def accelerate(parallel: Parallel) -> Log:
         optimizer.zero_grad()
         losses.append(loss.item())
     return {"losses": losses, "norms": norms}
+
+
+@corpus.loop("Hugging Face's Trainer with `optimizers=`, gradient accumulation and its own clipping", clips=True, slow=True)
+def trainer(parallel: Parallel) -> Log:
+    from transformers import Trainer, TrainingArguments
+
+    net = gpt2()
+    model, optimizer = parallel(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    texts = [{"input_ids": row, "labels": row} for step in range(3) for row in tokens(step, rows=4)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.5,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        trainer = Trainer(model, arguments, train_dataset=texts, optimizers=(optimizer, scheduler))
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {"losses": [entry["loss"] for entry in logs], "norms": [entry["grad_norm"] for entry in logs]}
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
