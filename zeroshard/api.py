@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from .optim.optimizer import ShardedOptimizer
 from .refusals import check_model, check_optimizer, check_partition
 from .runtime import Runtime, runtime_of, runtimes_of_parameters
 from .system import allocator, compat, machine
+from .system.hook import Hook
 
 if TYPE_CHECKING:
     from .plan.foresee import Advice, Foresight
@@ -64,6 +66,7 @@ def shard(
     if foresight is not None:
         runtime.shortage.suggest = partial(foresight.instead, runtime.stage, config.offload)
     _warn_of_one_unit(runtime)
+    _add_no_sync(model)
     return model, runtime.optimizer
 
 
@@ -132,6 +135,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         reducer.synchronous = before
+
+
+def _add_no_sync(model: nn.Module) -> None:
+    """Gives the model DDP's method ``no_sync()``, so that a loop that was written for DDP stays as it is."""
+    if not hasattr(model, "no_sync"):
+        reference = weakref.ref(model)  # else the model would hold itself
+        setattr(model, "no_sync", Hook(lambda: no_sync(cast(nn.Module, reference()))))  # noqa: B010 - for mypy
 
 
 def synchronize(model: nn.Module) -> None:

@@ -135,10 +135,12 @@ class PointToPoint:
         return finish
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        return work_of(dist.isend(tensor, group=self._group, group_dst=peer, tag=tag))
+        with compat.unrecorded():
+            return work_of(dist.isend(tensor, group=self._group, group_dst=peer, tag=tag))
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        return work_of(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
+        with compat.unrecorded():
+            return work_of(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
 
     def _complete(self, works: list[dist.Work]) -> None:
         for work in works:

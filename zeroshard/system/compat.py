@@ -57,14 +57,32 @@ def run_backward(loss: Tensor) -> None:
     engine.run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-_UNLABELLED = nullcontext()
+_NOTHING = nullcontext()
 
 
 def label(name: str) -> AbstractContextManager[Any]:
     """A name for a phase in the profiler's trace. Free while no profiler runs; the public function costs 10 µs."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return torch.profiler.record_function(name)
-    return _UNLABELLED
+    return _NOTHING
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """Inside, the profiler records no operation. Free while no profiler runs.
+
+    For messages of Gloo that begin here and end in a later call. If the profiler stops in between, torch 2.13 writes
+    the time of their end to memory that it has freed, and the process dies at some later point.
+    """
+    return _without_records() if torch.autograd._profiler_enabled() else _NOTHING  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _without_records() -> Iterator[None]:
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def watch_shortages(told: Callable[[int, int, int, int], None]) -> None:

@@ -1,0 +1,9 @@
+"""All loops of the corpus, by name."""
+
+from __future__ import annotations
+
+from tests.loops.corpus import gradients, losses, structure, surroundings, weights
+
+LOOPS = {
+    loop.name: loop for theme in (gradients, weights, losses, structure, surroundings) for loop in theme.corpus.loops
+}
