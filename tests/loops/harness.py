@@ -109,6 +109,13 @@ class Parallel:
         offload = "cpu" if self.setting.offload and optimizer is not None else None
         return zeroshard.shard(model, optimizer, stage=self.setting.stage, offload=offload, stall_timeout=STALL_TIMEOUT)
 
+    def unwrapped(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        """The same for a loop in which a library puts DDP around a plain model."""
+        if self.setting is None:
+            self._models.append(model)
+            return model, optimizer
+        return self(model, optimizer)
+
     def weights(self) -> dict[str, Tensor]:
         """The final parameters of all models that were made parallel, on rank 0 also their buffers.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tests.loops.corpus import gradients, losses, structure, surroundings, weights
+from tests.loops.corpus import gradients, libraries, losses, structure, surroundings, weights
 
 LOOPS = {
-    loop.name: loop for theme in (gradients, weights, losses, structure, surroundings) for loop in theme.corpus.loops
+    loop.name: loop
+    for theme in (gradients, weights, losses, structure, surroundings, libraries)
+    for loop in theme.corpus.loops
 }

@@ -1,8 +1,7 @@
-"""Loops with something around the step: schedulers, evaluation, hooks, compilers, profilers, libraries."""
+"""Loops with something around the step: schedulers, evaluation, hooks, compilers, profilers."""
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.huggingface import gpt2, tokens
-from tests.loops.corpus.models import GPT, examples, sentences
+from tests.loops.corpus.models import examples
 from tests.loops.harness import STAGE_3, Corpus, Log, Parallel, Refusal
 from tests.models import Net
 
@@ -230,54 +228,6 @@ def compile_blocks(parallel: Parallel) -> Log:
     for i, block in enumerate(net.blocks):
         net.blocks[i] = torch.compile(block, backend="aot_eager")
     return {"losses": _train(model, optimizer)}
-
-
-@corpus.loop(
-    "Accelerate: `accelerator.backward`, `accelerator.clip_grad_norm_`, `accelerator.accumulate`", clips=True, slow=True
-)
-def accelerate(parallel: Parallel) -> Log:
-    from accelerate import Accelerator
-
-    net = GPT()
-    model, optimizer = parallel(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    accelerator = Accelerator(cpu=True)
-    losses, norms = [], []
-    for step in range(3):
-        _, loss = model(*sentences(step))
-        accelerator.backward(loss)
-        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms}
-
-
-@corpus.loop("Hugging Face's Trainer with `optimizers=`, gradient accumulation and its own clipping", clips=True, slow=True)
-def trainer(parallel: Parallel) -> Log:
-    from transformers import Trainer, TrainingArguments
-
-    net = gpt2()
-    model, optimizer = parallel(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    texts = [{"input_ids": row, "labels": row} for step in range(3) for row in tokens(step, rows=4)]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_grad_norm=0.5,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            remove_unused_columns=False,
-        )
-        trainer = Trainer(model, arguments, train_dataset=texts, optimizers=(optimizer, scheduler))
-        trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {"losses": [entry["loss"] for entry in logs], "norms": [entry["grad_norm"] for entry in logs]}
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
