@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
 from tests.loops.harness import SETTINGS, Setting, check
 from tests.loops.table import LOOPS
-from tests.matrix import matrix
 from tests.ranks import on_ranks
 
+TURNS = (Setting(1, False), Setting(2, False), Setting(0, True), Setting(2, True), Setting(3, True))
 
-@matrix(name=LOOPS, setting=SETTINGS)
+
+def cases() -> Iterator[Any]:
+    """Every loop in every setting. ``make test`` runs each in stage 3 and, in turns, in one other setting."""
+    for number, loop in enumerate(LOOPS.values()):
+        chosen = () if loop.slow else (Setting(3, False), TURNS[number % len(TURNS)])
+        for setting in SETTINGS:
+            marks = () if setting in chosen else (pytest.mark.slow,)
+            yield pytest.param(loop.name, setting, marks=marks, id=f"{loop.name} in {setting}")
+
+
+@pytest.mark.parametrize(("name", "setting"), cases())
 @on_ranks(2)
 def test_a_loop_gives_what_ddp_gives_or_the_refusal_that_is_listed(name: str, setting: Setting) -> None:
     check(LOOPS[name], setting)

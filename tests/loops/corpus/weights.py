@@ -160,7 +160,7 @@ def early_stopping(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "a target network: `copy.deepcopy(model)` before `shard()`, then a soft update that reads `p.data`",
-    Refusal(OFFLOAD, r"\.data of parameter.*read with \.detach\(\)", "p.detach(), in place of p.data"),
+    Refusal(OFFLOAD - STAGE_3, r"\.data of parameter.*read with \.detach\(\)", "p.detach(), in place of p.data"),
 )
 def target_network(parallel: Parallel, line: bool = False) -> Log:
     net = Net(depth=2)
