@@ -21,7 +21,8 @@ import zeroshard
 
 TOLERANCE = 1e-6
 """Relative distance from DDP with torch's clipping, or with offload. Otherwise loops agree to the bit."""
-STALL_TIMEOUT = 3.0
+SHORT = 3.0
+"""``stall_timeout`` in seconds where a loop is to be refused: some refusals come when another rank is missing."""
 PACKAGE = Path(zeroshard.__file__).parent
 
 Log = dict[str, Any]
@@ -96,8 +97,8 @@ class Corpus:
 class Parallel:
     """The one call of a loop that differs: DDP, or ``zeroshard.shard()`` with a setting."""
 
-    def __init__(self, setting: Setting | None) -> None:
-        self.setting = setting
+    def __init__(self, setting: Setting | None, **options: Any) -> None:
+        self.setting, self._options = setting, options
         self._models: list[nn.Module] = []
 
     def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **ddp: Any) -> tuple[Any, Any]:
@@ -107,7 +108,7 @@ class Parallel:
             # DDP refuses a model without trainable parameters. People leave such a model as it is.
             return (DistributedDataParallel(model, **ddp) if optimizer is not None else model), optimizer
         offload = "cpu" if self.setting.offload and optimizer is not None else None
-        return zeroshard.shard(model, optimizer, stage=self.setting.stage, offload=offload, stall_timeout=STALL_TIMEOUT)
+        return zeroshard.shard(model, optimizer, stage=self.setting.stage, offload=offload, **self._options)
 
     def unwrapped(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         """The same for a loop in which a library puts DDP around a plain model."""
@@ -135,9 +136,9 @@ def when(line: bool, block: Callable[..., AbstractContextManager[Any]], *args: A
     return block(*args, **options) if line else nullcontext()
 
 
-def run(loop: Loop, setting: Setting | None, line: bool = False) -> Log:
+def run(loop: Loop, setting: Setting | None, line: bool = False, **options: Any) -> Log:
     """What the loop measured, and the weights that it ended with. ``setting=None`` runs it with DDP."""
-    parallel = Parallel(setting)
+    parallel = Parallel(setting, **options)
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -165,7 +166,7 @@ def takes_line(loop: Loop) -> bool:
 def assert_refused(loop: Loop, setting: Setting, refusal: Refusal) -> None:
     """The loop raises, in our code and in the words of the table."""
     try:
-        run(loop, setting)
+        run(loop, setting, stall_timeout=SHORT)
     except Exception as error:
         text, raised_in = str(error), Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         assert raised_in.is_relative_to(PACKAGE), f"{setting}: raised by {raised_in}: {text}"

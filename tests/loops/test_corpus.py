@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,15 @@ from tests.ranks import on_ranks
 TURNS = (Setting(1, False), Setting(2, False), Setting(0, True), Setting(2, True), Setting(3, True))
 
 
-def cases() -> Iterator[Any]:
+def cases() -> list[Any]:
     """Every loop in every setting. ``make test`` runs each in stage 3 and, in turns, in one other setting."""
+    found = []
     for number, loop in enumerate(LOOPS.values()):
         chosen = () if loop.slow else (Setting(3, False), TURNS[number % len(TURNS)])
         for setting in SETTINGS:
             marks = () if setting in chosen else (pytest.mark.slow,)
-            yield pytest.param(loop.name, setting, marks=marks, id=f"{loop.name} in {setting}")
+            found.append(pytest.param(loop.name, setting, marks=marks, id=f"{loop.name} in {setting}"))
+    return found
 
 
 @pytest.mark.parametrize(("name", "setting"), cases())

@@ -16,8 +16,8 @@ from tests.loops.harness import SHARDED_GRADIENTS, Corpus, Log, Parallel, Refusa
 from tests.models import Net
 
 corpus = Corpus()
-WRITE_BY_GRADIENT = "with zeroshard.gathered(model, write=True), zeroshard.gathered_gradients(model):"
-READ_BOTH = "with zeroshard.gathered(model), zeroshard.gathered_gradients(model):"
+WRITE_BY_GRADIENT = "`with zeroshard.gathered(model, write=True), zeroshard.gathered_gradients(model):`"
+READ_BOTH = "`with zeroshard.gathered(model), zeroshard.gathered_gradients(model):`"
 
 
 @contextmanager

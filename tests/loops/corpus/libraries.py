@@ -37,7 +37,7 @@ def under_torchrun() -> Iterator[None]:
 
 @corpus.loop(
     "Accelerate: `accelerator.prepare(model, optimizer)`, `accumulate`, `backward`, `clip_grad_norm_`",
-    Refusal(EVERYWHERE, REFUSED, "optimizer = accelerator.prepare(optimizer), without the model"),
+    Refusal(EVERYWHERE, REFUSED, "`optimizer = accelerator.prepare(optimizer)`, without the model"),
     clips=True,
     slow=True,
 )
@@ -67,7 +67,7 @@ def accelerate(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "Hugging Face's Trainer with `optimizers=(optimizer, scheduler)`, accumulation and its own clipping",
-    Refusal(EVERYWHERE, REFUSED, "model._is_accelerate_prepared = True, before Trainer(model, ...)"),
+    Refusal(EVERYWHERE, REFUSED, "`model._is_accelerate_prepared = True` before `Trainer(model, ...)`"),
     clips=True,
     slow=True,
 )

@@ -31,7 +31,7 @@ def freeze(parallel: Parallel) -> Log:
     return {"losses": _train(model, optimizer)}
 
 
-@corpus.loop("two phases: a part is unfrozen, and the model sharded anew from its `state_dict()`")
+@corpus.loop("the head is trained alone, then all is unfrozen, before `shard()`")
 def unfreeze(parallel: Parallel) -> Log:
     net = Net(depth=2).requires_grad_(False)
     net.last.requires_grad_(True)

@@ -15,11 +15,11 @@ from tests.loops.harness import EVERYWHERE, OFFLOAD, STAGE_3, Corpus, Log, Paral
 from tests.models import Net
 
 corpus = Corpus()
-WRITE = "with zeroshard.gathered(model, write=True):"
-COPY = "copied = Model(); copied.load_state_dict(zeroshard.full_state_dict(model))"
+WRITE = "`with zeroshard.gathered(model, write=True):`"
+COPY = "`copied.load_state_dict(zeroshard.full_state_dict(model))`, where `copied` is a new model"
 
 
-@corpus.loop("a log of weights: `p.data.norm()`, histograms, the size of the last update")
+@corpus.loop("a log of weights: `p.norm()`, histograms, the size of the last update")
 def log_weights(parallel: Parallel) -> Log:
     net = Net(depth=2)
     model, optimizer = parallel(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -160,7 +160,7 @@ def early_stopping(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "a target network: `copy.deepcopy(model)` before `shard()`, then a soft update that reads `p.data`",
-    Refusal(OFFLOAD - STAGE_3, r"\.data of parameter.*read with \.detach\(\)", "p.detach(), in place of p.data"),
+    Refusal(OFFLOAD - STAGE_3, r"\.data of parameter.*read with \.detach\(\)", "`p.detach()` in place of `p.data`"),
 )
 def target_network(parallel: Parallel, line: bool = False) -> Log:
     net = Net(depth=2)
