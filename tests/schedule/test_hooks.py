@@ -285,3 +285,46 @@ def test_frozen_parameters_train_nothing_and_hold_no_gradient_or_state(stages: S
         memory = zeroshard.stats(model).memory_at_step
         assert memory is not None
         assert memory.gradients <= 4 * trained * 1.4  # tiny parameters carry much padding
+
+
+@in_stages
+@on_ranks(2)
+def test_forward_hooks_of_a_units_own_module_see_its_values_without_another_gather(stages: Stages) -> None:
+    def look_at(model: nn.Module, seen: list[Any]) -> None:
+        """Hooks that come after shard()'s own: one reads a number, one stores a view, one uses a weight in the loss."""
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.register_forward_hook(lambda module, args, output: seen.append(module.up.weight.norm().item()))
+            block.register_forward_hook(lambda module, args, output: seen.append(module.up.weight.detach()))
+        model.blocks[0].register_forward_hook(lambda module, args, output: output + module.down.bias.square().sum())  # type: ignore[index]
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                loss_of(model, step)
+
+    expected: list[Any] = []
+    plain = net(depth=2)
+    look_at(plain, expected)
+    run(DistributedDataParallel(plain), sgd(plain))
+    for stage in stages:
+        gathers = []
+        for hooked in (True, False):
+            seen: list[Any] = []
+            model = net(depth=2)
+            model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+            if hooked:
+                look_at(model, seen)
+            run(model, optimizer)
+            volume = zeroshard.stats(model).volume
+            gathers.append(volume["all_gather"].calls if stage == 3 else 0)
+            if hooked:
+                assert seen[::2] == expected[::2], f"stage {stage}: {seen[::2]} {expected[::2]}"
+                if stage == 3:
+                    views = [view.norm().item() for view in seen[1::2]]
+                    assert views == seen[::2], "a view that a hook stored has changed"
+                for name, value in zeroshard.full_state_dict(model).items():
+                    assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
+        assert gathers[0] <= gathers[1]  # fewer, because a unit that is in a graph stays until backward

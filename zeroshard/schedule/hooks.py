@@ -71,18 +71,19 @@ class Schedule:
         }
         """Unit, flat and index in the flat of each trainable parameter."""
         self._before_backward_hooks = {unit: Hook(partial(self._before_backward, unit)) for unit in units[1:]}
+        self._after_hooks = {unit: Hook(partial(self._after_unit, unit)) for unit in units[1:]}
         self._before_model_backward_hook = Hook(self._before_model_backward)
         published_late = table.optimizer.extent is Extent.SHARD or table.optimizer.place is Place.HOST
         self._register(model, _owners_of_root(model, self._root) if published_late else [])
 
     def _register(self, model: nn.Module, owners_of_root: list[nn.Module]) -> None:
-        def forward_hooks(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        def forward_hooks(module: nn.Module, before: Callable[..., Any], after: Hook) -> None:
             module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
-            module.register_forward_hook(Hook(after))
+            module.register_forward_hook(after)
 
         for unit in self._units[1:]:
-            forward_hooks(unit.module, partial(self._before_unit, unit), partial(self._after_unit, unit))
-        forward_hooks(model, self._before_model, self._after_model)
+            forward_hooks(unit.module, partial(self._before_unit, unit), self._after_hooks[unit])
+        forward_hooks(model, self._before_model, Hook(self._after_model))
         for module in owners_of_root:
             module.register_forward_pre_hook(Hook(self._before_owner))
         for flat in self._reducer.flats:
@@ -159,8 +160,10 @@ class Schedule:
             trace.phase(f"forward {self._root.title}")
         if torch.is_grad_enabled() and not self._hook_outputs(unit, output) and unit.trainable_flats:
             self.lifetimes.stay_until_backward_ends(unit)
-        elif not recomputed:
+        elif not recomputed and compat.is_last_forward_hook(module, self._after_hooks[unit]):
             self.lifetimes.leave_forward(unit)
+        elif not recomputed:
+            self.lifetimes.leave_after_hooks(unit)
 
     def _hook_outputs(self, unit: Unit, output: Any) -> int:
         """Hooks the tensors that a unit made. Returns how many of them have a ``grad_fn``."""

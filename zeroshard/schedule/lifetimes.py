@@ -44,6 +44,9 @@ class Lifetimes:
         self._recomputing = False
         self._read: list[Unit] = []
         """Units gathered because user code read them. No pass of the model needs them."""
+        self._leaving: dict[Unit, tuple[int, list[bool]]] = {}
+        """Units that hooks of the user may read after their forward. For each: how many tensors shared its memory when
+        the forward ended, and which flats were lent."""
         self.second_backward = False
         """A backward with ``create_graph`` has run. All units will be needed once more, and nobody knows when."""
 
@@ -58,6 +61,8 @@ class Lifetimes:
         self.called.add(unit)
         if unit in self._read:
             self._read.remove(unit)
+        self._leaving.pop(unit, None)
+        self._end_leaving([])
         trace.phase(None)
         unit.gather()
         for other in following:
@@ -74,6 +79,7 @@ class Lifetimes:
     def read(self, units: list[Unit]) -> None:
         """Gathers units for user code. Units of earlier reads are released, so that reading a model needs one unit."""
         self._end_reads([unit for unit in self._read if unit not in units])
+        self._end_leaving(units)
         absent = [unit for unit in units if not unit.present]
         for unit in units:
             unit.gather()
@@ -114,6 +120,7 @@ class Lifetimes:
 
     def begin_forward(self) -> None:
         self._end_reads(self._read)
+        self._end_leaving([])
         self._turning.clear()
         # Decided once for the whole model: reentrant checkpointing runs the first forward of a block without gradients.
         self._forward = self._training if torch.is_grad_enabled() else self._evaluation
@@ -135,12 +142,27 @@ class Lifetimes:
         if not (self._forward is self._training and self.kept(unit)):
             self._release(unit)
 
+    def leave_after_hooks(self, unit: Unit) -> None:
+        """Leaves a unit as soon as anything else is gathered. Until then, hooks of the user can read the unit."""
+        if self._sharded:
+            self._leaving[unit] = unit.uses, [flat.lent for flat in unit.flats]
+            unit.watch()
+
+    def _end_leaving(self, staying: list[Unit]) -> None:
+        for unit in [unit for unit in self._leaving if unit not in staying]:
+            uses, lent_before = self._leaving.pop(unit)
+            if unit.uses == uses:  # hooks have stored no view, so they leave the memory to the unit
+                for flat, lent in zip(unit.flats, lent_before, strict=True):
+                    flat.lent = lent
+            self.leave_forward(unit)
+
     def stay_until_backward_ends(self, unit: Unit) -> None:
         self._unhooked.add(unit)
 
     def end_forward(self) -> list[Unit]:
         """Releases all units that backward does not need first. Returns the order of a training forward."""
         self._forward.end()
+        self._end_leaving([])
         for unit in self._units:
             if unit not in self._unhooked and unit not in self._turning:
                 self.leave_forward(unit)

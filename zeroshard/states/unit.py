@@ -10,6 +10,7 @@ from ..comm.fabric import Fabric
 from ..config.layout import ROOT_TITLE, UnitSpec, divide_into_flats
 from ..config.options import Precision
 from ..config.table import StateTable
+from ..system import compat
 from .flat import Flat, Presence
 from .placeholder import Placeholders
 
@@ -61,6 +62,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(flat.layout.numel for flat in self.flats)
+
+    @property
+    def uses(self) -> int:
+        """How many tensors share the memory of the parameters. The number grows if somebody stores a view."""
+        return sum(compat.storage_uses(flat.whole) for flat in self.flats)
 
     @property
     def under_way(self) -> bool:

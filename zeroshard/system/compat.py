@@ -128,6 +128,11 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def is_last_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    """Whether no forward hook of a module runs after this one."""
+    return next(reversed(module._forward_hooks.values()), None) is hook
+
+
 def has_global_hooks() -> bool:
     """Whether there are forward hooks for all modules."""
     return bool(nn.modules.module._has_any_global_hook())
@@ -253,6 +258,11 @@ def pointers(tensors: Sequence[Tensor]) -> list[int]:
 def storage_key(tensor: Tensor) -> int:
     """A number that tells storages apart."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors share a tensor's storage. The number grows if somebody stores a view."""
+    return int(torch._C._storage_Use_Count(storage_key(tensor)))
 
 
 def without_values() -> AbstractContextManager[Any]:
