@@ -46,6 +46,9 @@ class Reads:
         units = self._units(use)
         if units:
             self._bring_units(units, use)
+        if use.shows_data:
+            for flat in use.flats:
+                flat.lend(data=True)
 
     def used_in_graph(self, use: Use, nodes: Iterable[Any]) -> None:
         graph = Graph()
@@ -58,17 +61,12 @@ class Reads:
         return list(dict.fromkeys(self._unit_of[flat] for flat in use.flats if flat.sharded))
 
     def _check_lasts(self, flat: Flat, use: Use) -> None:
-        """Raises if a write to these parameters, or to ``.data``, would be lost."""
+        """Raises if a write to these parameters would be lost."""
         if flat in use.written and not flat.takes_writes:
             why = "divided among the ranks" if flat.sharded else "a copy of a master"
             raise RuntimeError(
                 f"{use.function} would write to parameter {use.names[0]!r}, which is {why}, so the write would be "
                 f"lost; write inside {WRITING_BLOCK}"
-            )
-        if use.shows_data and not flat.sharded and flat.home.separate_master:
-            raise RuntimeError(
-                f".data of parameter {use.names[0]!r}: a master stands behind this parameter, and a write through "
-                f".data would be lost; read with .detach(), and write inside {WRITING_BLOCK}"
             )
 
     def _bring_units(self, units: list[Unit], use: Use) -> None:
@@ -84,8 +82,6 @@ class Reads:
                 self._meet(released, names, use)
                 self._warn(released, names, use)
             self._lifetimes.read(units)
-        for flat in use.flats:
-            flat.lend(data=use.shows_data)
 
     def _meet(self, units: list[Unit], names: str, use: Use) -> None:
         patience = min(PATIENCE, self._fabric.stall_timeout)

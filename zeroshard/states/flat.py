@@ -94,7 +94,7 @@ class Flat:
         self.lent = False
         """User code saw the parameters and may have stored a view. A release then leaves the storage to that view."""
         self._fingerprint: Tensor | None = None
-        """Of gathered parameters that user code may write to past autograd, through ``.data`` or numpy."""
+        """Of parameters that user code may write to past autograd, through ``.data`` or numpy, and lose the write."""
         self.reader: Reader | None = None
         """Brings values to user code that uses absent parameters. None until the model is sharded."""
         self._turns = Turns()
@@ -247,6 +247,8 @@ class Flat:
             self.presence = Presence.PRESENT
         elif not watched:
             self.unwatch()
+            if not self.sharded:
+                self._check_data()
 
     def watch(self) -> None:
         """Called when no pass of the model needs the parameters. Uses that would be lost are seen from now on."""
@@ -270,7 +272,7 @@ class Flat:
         self._finish_gather()
         written = False
         if self.presence is Presence.PRESENT:
-            self.check_unwritten()
+            self._check_versions()
             written = self.data_written()
             self._shown.hide()
         if self.lent or not self.whole.untyped_storage().resizable():  # numpy may use the memory
@@ -282,23 +284,25 @@ class Flat:
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
         if written:
-            raise RuntimeError(
-                f"a parameter of {self.label!r} was written to through .data or numpy, where the write would be lost; "
-                "write inside `with zeroshard.gathered(model, write=True):`"
-            )
+            raise self._lost_data()
 
     def lend(self, *, data: bool = False) -> None:
-        """Notes that user code sees gathered parameters. ``data``: also ``.data``. numpy works only on a CPU."""
-        if self.sharded:
-            self.lent = True
-            if self._fingerprint is None and (data or self.whole.device.type == "cpu"):
-                self._fingerprint = compat.fingerprint(self.whole)
+        """Notes that user code sees the parameters. ``data``: also ``.data``.
+
+        A write to ``.data``, or to numpy's view of memory of the CPU, is found out later, if it would be lost.
+        """
+        if self.takes_writes:
+            return
+        self.lent = self.sharded
+        if self._fingerprint is None and (data or (self.sharded and self.whole.device.type == "cpu")):
+            self._fingerprint = compat.fingerprint(self.whole)
 
     # -- publish --------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
         """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole."""
         with compat.label(f"zeroshard.publish {self.label}"):
+            self._check_data()
             self._finish_gather()
             publication = self.home.publish()
             self.outdate(publication)
@@ -312,6 +316,7 @@ class Flat:
 
         A backward through the old values raises. A unit that is still gathered is released: it shows old values.
         """
+        self._check_data()
         self._finish_gather()
         self._shown.outdate()
         if self.sharded:
@@ -353,8 +358,22 @@ class Flat:
         A write is lost if it goes to gathered parameters that are about to be released, or to parameters that have a
         separate master. Absent parameters refuse a write themselves.
         """
+        self._check_versions()
+        self._check_data()
+
+    def _check_data(self) -> None:
+        if self.data_written():
+            raise self._lost_data()
+
+    def _check_versions(self) -> None:
         if self.presence is Presence.PRESENT:
             self._shown.check(writes_count=self.takes_writes)
+
+    def _lost_data(self) -> RuntimeError:
+        return RuntimeError(
+            f"a parameter of {self.label!r} was written to through .data or numpy, where the write would be lost; "
+            "write inside `with zeroshard.gathered(model, write=True):`"
+        )
 
     @property
     def takes_writes(self) -> bool:
@@ -362,7 +381,7 @@ class Flat:
         return not self.sharded and not self.home.separate_master
 
     def data_written(self) -> bool:
-        """Whether user code wrote to gathered parameters past autograd. Waits for the device if ``.data`` was shown."""
+        """Whether user code wrote past autograd, and the write is lost. Waits for the device if ``.data`` was shown."""
         before, self._fingerprint = self._fingerprint, None
         return before is not None and bool(compat.fingerprint(self.whole) != before)
 

@@ -76,12 +76,12 @@ class Heads(nn.Module):
 
 def sentences(step: int, rows: int = 2) -> tuple[Tensor, Tensor]:
     """Tokens and the tokens that follow them: others for every step and rank."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + dist.get_rank())
     tokens = torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def examples(step: int, rows: int = 6) -> tuple[Tensor, Tensor]:
     """Inputs of a ``Net`` and values to predict: others for every step and rank."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + dist.get_rank())
     return torch.randn(rows, 7, generator=generator), torch.randn(rows, 5, generator=generator)
