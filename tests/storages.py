@@ -13,10 +13,11 @@ def live_storages() -> dict[int, int]:
     """Bytes of every storage that a tensor of this process uses, by address. Tensors without values have none."""
     gc.collect()
     found = {}
-    for tensor in gc.get_objects():
-        if isinstance(tensor, torch.Tensor) and not compat.is_fake(tensor):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+    with compat.plain():  # absent parameters stay absent
+        for tensor in gc.get_objects():
+            if isinstance(tensor, torch.Tensor) and not compat.is_fake(tensor):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
     return found
 
 
