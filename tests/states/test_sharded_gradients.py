@@ -287,6 +287,10 @@ def test_what_needs_the_whole_gradient_is_refused_with_the_remedy() -> None:
                 use(model, g)
         with refused("a change of what is no gradient", "would change no gradient"):
             g.abs().mul_(2)
+        before = g.abs()
+        g.mul_(2)
+        with refused("old values", "has changed since"):
+            before.max()
         optimizer.step()
         with refused("a gradient that is gone", r"blocks\.0\.up\.weight.*gone"):
             g.norm()
@@ -463,6 +467,17 @@ def noise_for(g: Tensor) -> Tensor:
     return torch.randn(g.shape, generator=torch.Generator().manual_seed(5)).to(g.dtype)
 
 
+def used(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def assign_twice(p: nn.Parameter) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 3
+    assert p.grad is not None
+    p.grad = p.grad.clamp(-1e-3, 1e-3)
+
+
 WRITINGS: dict[str, Callable[[Net], Any]] = {
     "mul_": lambda model: [g.mul_(0.5) for g in gradients(model)],
     "div_": lambda model: [g.div_(3) for g in gradients(model)],
@@ -488,6 +503,9 @@ WRITINGS: dict[str, Callable[[Net], Any]] = {
     "nan_to_num_": lambda model: [g.nan_to_num_(0.0) for g in gradients(model)],
     "assigned": lambda model: [setattr(p, "grad", noise_for(p)) for p in model.parameters()],
     "assigned to one": lambda model: setattr(model.first.weight, "grad", torch.ones(13, 7)),
+    "assigned a function of itself": lambda model: [setattr(p, "grad", p.grad.clamp(-1e-3, 1e-3)) for p in used(model)],
+    "assigned twice": lambda model: [assign_twice(p) for p in used(model)],
+    "assigned to data": lambda model: [setattr(p.grad, "data", p.grad.data / 3) for p in used(model)],
     "zero_": lambda model: [g.zero_() for g in gradients(model)[:4]],
     "foreach zero": lambda model: torch._foreach_zero_(gradients(model)),
     "zero_grad to zero": lambda model: model.zero_grad(set_to_none=False),
