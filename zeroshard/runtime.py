@@ -206,7 +206,8 @@ class Runtime(NotCopyable):
         """Inside, ``parameter.grad`` shows whole averaged gradients. What the user does to them counts."""
         for flat in self.reducer.flats:
             flat.home.check_readable()
-        self.agree("gathered_gradients()")
+        with self.fabric.watchdog.during("gathered_gradients()"):
+            self.agree("gathered_gradients()")
         with self.reducer.gathered():
             yield
 

@@ -7,7 +7,7 @@ gradient changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from .loss_scale import LossScaler
 class _Answered:
     """The answers to one question: a number for each parameter, in fp64 on the device."""
 
-    numbers: Tensor
+    numbers: Sequence[Tensor]
     time: int
 
 
@@ -66,14 +66,16 @@ class Answers:
         place = self._first[gradient] + index
         found = self._known.get(question)
         if found is None or found.time <= self._changed[place]:
-            self._agree(f"{question.text} ({gradient.name_of(index)})")
-            gradient.check_there(index)
-            found = self._find(question)
+            with self._fabric.watchdog.during(f"a question about gradients ({question.text})"):
+                self._agree(f"{question.text} ({gradient.name_of(index)})")
+                gradient.check_there(index)
+                found = self._find(question)
         return found.numbers[place]
 
     def agree(self, what: str) -> None:
         if not self._agreed():
-            self._agree(what)
+            with self._fabric.watchdog.during(what):
+                self._agree(what)
 
     def changed(self, gradient: FlatGradient, index: int) -> None:
         self._time += 1
@@ -87,7 +89,7 @@ class Answers:
         with compat.label("zeroshard.answer"):
             numbers = self._joined(question, self._of_this_rank(question))
         self._time += 1
-        found = self._known[question] = _Answered(numbers, self._time)
+        found = self._known[question] = _Answered(numbers.unbind(), self._time)
         if question.is_two_norm and self.told_norm is not None:
             self.told_norm(question.reduction.join(numbers))
         return found

@@ -138,6 +138,7 @@ class Reducer:
         self._inflight.clear()
         for gradient in self.gradients:
             gradient.settle()
+            gradient.apply_mapped()
             gradient.show()  # what the user assigned shows its part now
         self._incomplete.clear()
         is_new, self.agreed = not self.agreed, True

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,30 +21,17 @@ from torch import Tensor
 
 from ..comm import parallel
 from ..comm.fabric import DisagreementError, Fabric
-from ..comm.lane import Done, Pending
-from ..config.table import Extent
 from ..system import compat
 from .factors import Factor
 from .local_gradient import LocalGradient
 from .placeholder import Placeholders
-from .question import Question
-from .sharded_gradient import Change, Cut
+from .question import Elementwise, Question
+from .reduction import Reduction
+from .sharded_gradient import REMEDY, Change, Cut, ShardedGradient
 from .shown_gradients import ShownGradients
 
 if TYPE_CHECKING:
     from .flat import Flat
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """A reduce under way."""
-
-    pending: Pending
-    local: Tensor
-    """The collective reads this memory, so it is referenced until the reduce is over."""
-    out: Tensor
-    complete: bool
-    """Whether every parameter had its gradient when the reduce began."""
 
 
 class Answers(Protocol):
@@ -78,16 +64,20 @@ class FlatGradient:
         self._reduce_dtype = flat.dtype if flat.alone else precision.reduce or flat.dtype
         accumulate = torch.promote_types(flat.dtype, precision.accumulate)
         self._local = LocalGradient(flat.layout, dtype=self._reduce_dtype, accumulate=accumulate, device=fabric.device)
-        self._reduction: _Reduction | None = None
+        self._reduction: Reduction | None = None
         self._shown = ShownGradients(self, flat.parameters, flat.layout.slots, flat.dtype, placeholders)
         self.used = [False] * len(flat.parameters)
         """Which parameters got a gradient since the last step: on this rank; after the agreement, on any rank."""
         self.there = [False] * len(flat.parameters)
         """Which gradients users may see: of a backward since the last step, and not discarded."""
+        self._generations = [0] * len(flat.parameters)
+        """How often each gradient has changed."""
         self.changes = 0
         """A number for what the user did to gradients since the last step. The order does not count."""
         self.awaited = False
         """The ranks agreed that one of them has gradients that are not reduced, so all must reduce."""
+        self._mapped: dict[int, Elementwise] = {}
+        """Element-wise functions of gradients that users assigned, as in ``p.grad = p.grad * 2``, not applied yet."""
         self.lent = False
         """``parameter.grad`` shows whole gradients, inside a ``gathered_gradients`` block."""
         self.answers: Answers | None = None
@@ -113,6 +103,11 @@ class FlatGradient:
         """A new backward pass. ``hide_all`` comes before, because the user may have zeroed gradients."""
         home = self._flat.home
         self._forget_answers()
+        self._generations = [count + 1 for count in self._generations]
+        if self._mapped:
+            self.settle()
+            self._check_reduced("an assignment of a function of parameter.grad")
+            self.apply_mapped()
         if home.factors:  # they are for gradients that came before, and not for those that come now
             self.settle()
             self._local.scale(home.factors)
@@ -135,29 +130,12 @@ class FlatGradient:
         with compat.label(f"zeroshard.reduce {self.label}"):
             self._reduction = self._start_reduction()
 
-    def _start_reduction(self) -> _Reduction:
+    def _start_reduction(self) -> Reduction:
         complete = self.complete
         local, self.awaited = self._local.take(), False
-        if self._flat.alone:
-            return _Reduction(Done(), local, local, complete)
-        local = local.to(self._reduce_dtype)
-        table, own, lane = self._flat.table, self._flat.own, self._fabric.reduces
-        pending: Pending
-        if table.optimizer.extent is Extent.WHOLE:
-            out, pending = local, Done() if lane.group is None else lane.all_reduce(local, self.label)
-        else:
-            in_place = table.gradients.extent is Extent.WHOLE
-            out = local[own.start : own.stop] if in_place else torch.empty_like(local[: own.numel])
-            pending = lane.reduce_scatter(local, out, self.label)
-        return _Reduction(self._average_between_replicas(pending, out), local, out, complete)
-
-    def _average_between_replicas(self, inside: Pending, out: Tensor) -> Pending:
-        lane = self._fabric.replicas
-        if lane.group is None:
-            return inside
-        if lane.stream is None:
-            inside.wait()  # messages are awaited on the host; on a stream the order is enough
-        return lane.all_reduce(out, self.label)
+        if not self._flat.alone:
+            local = local.to(self._reduce_dtype)
+        return Reduction.start(self._flat, self._fabric, local, complete=complete)
 
     def settle(self) -> None:
         """Waits for a reduce under way and brings its result home."""
@@ -206,6 +184,9 @@ class FlatGradient:
         self._shown.hide()
 
     def _take_from_user(self, index: int, gradient: Tensor) -> None:
+        if isinstance(gradient, ShardedGradient):
+            self._take_mapped(index, gradient)
+            return
         parameter, slot = self._flat.parameters[index], self._flat.layout.slots[index]
         part = parallel.local_gradient(parameter, gradient)
         if part.shape != slot.shape:
@@ -215,6 +196,37 @@ class FlatGradient:
         self._flat.home.assign(index, part.detach(), self._scale)
         self.used[index] = self.there[index] = True
         self._note(index, "assigned")
+
+    def _take_mapped(self, index: int, gradient: ShardedGradient) -> None:
+        """Takes a function of the same gradient. It is applied when the gradient is reduced."""
+        if not gradient.stands_for(self, index):
+            raise RuntimeError(
+                f"parameter {self.name_of(index)!r} was given the sharded gradient of another parameter; {REMEDY}"
+            )
+        if gradient.mapping is not None:
+            gradient.check_current()
+            before, after = self._mapped.get(index), gradient.mapping
+            self._mapped[index] = after if before is None else lambda values: after(before(values))
+            self._note(index, f"assigned {gradient.text}")
+            gradient.become_gradient()
+
+    def apply_mapped(self) -> None:
+        """Applies the functions that users assigned, when all gradients are reduced."""
+        mapped, self._mapped = self._mapped, {}
+        for index, mapping in mapped.items():
+
+            def change(part: Tensor, cut: Cut, mapping: Elementwise = mapping) -> None:
+                part.copy_(mapping(part))
+
+            if self.used[index]:
+                self._flat.home.change(index, change, self._scale)
+
+    def _check_reduced(self, what: str) -> None:
+        if self.unreduced:
+            raise RuntimeError(
+                f"{what} cannot wait for a second backward while gradients of {self.label!r} are not reduced; call "
+                "step() or clip before, or change parameter.grad in place"
+            )
 
     def _discard(self, indices: list[int]) -> None:
         self.settle()  # otherwise a reduce under way would bring the gradients back
@@ -231,6 +243,7 @@ class FlatGradient:
 
     def _note(self, index: int, what: str) -> None:
         """Notes a change for the agreement: all ranks must make the same changes."""
+        self._generations[index] += 1
         self.changes += zlib.crc32(f"{self.name_of(index)} {what}".encode())
         if self.answers is not None:
             self.answers.changed(self, index)
@@ -309,6 +322,9 @@ class FlatGradient:
     def multiply(self, index: int, factor: Factor) -> None:
         self.check_there(index)
         self._flat.home.check_readable()
+        if index in self._mapped:
+            assert self.answers is not None
+            self.answers.agree("a factor")
         self._flat.home.scale_one(index, factor)
         self._note(index, "multiplied")
 
@@ -330,6 +346,15 @@ class FlatGradient:
             self._flat.home.change(index, change, self._scale)
         self._note(index, what)
 
+    def generation(self, index: int) -> int:
+        return self._generations[index]
+
+    def take_if_assigned(self, index: int) -> None:
+        assigned = self._shown.assigned(index)
+        if isinstance(assigned, ShardedGradient) and not self.lent:
+            self._take_mapped(index, assigned)
+            self._shown.show_again(index)
+
     def check_there(self, index: int) -> None:
         """Raises if a gradient that a user kept is gone."""
         if not self._shown.shows(index):
@@ -347,6 +372,7 @@ class FlatGradient:
         self._forget_answers()
         self._shown.clear()
         self._local.clear()
+        self._mapped.clear()
         self.awaited = self.lent = False
         self.changes = 0
         self.used, self.there = [False] * len(self.used), [False] * len(self.there)

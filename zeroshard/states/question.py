@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -116,10 +117,20 @@ class Asked:
 
 def parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked | None:
     """What a function of torch asks of a tensor of this dtype. None: only a whole tensor can answer that."""
+    if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+        return None
+    try:
+        return _parse(name, dtype, args, tuple(kwargs.items()))
+    except TypeError:  # an argument that cannot be hashed, such as a list of dimensions
+        return None
+
+
+@lru_cache(maxsize=256)
+def _parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Asked | None:
     signature = SIGNATURES.get(name)
     if signature is None or len(args) > len(signature):
         return None
-    given = {**dict(zip(signature, args, strict=False)), **kwargs}
+    given = {**dict(zip(signature, args, strict=False)), **dict(kwargs)}
     if given.pop("out", None) is not None or given.pop("keepdim", False) or given.pop("axis", None) is not None:
         return None
     if given.pop("dim", None) not in (None, ()):

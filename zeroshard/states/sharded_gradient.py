@@ -71,6 +71,12 @@ class Owner(Protocol):
     def change(self, index: int, what: str, change: Change) -> None:
         """Changes this rank's part of the gradient."""
 
+    def generation(self, index: int) -> int:
+        """A number that is another one after every change of the gradient."""
+
+    def take_if_assigned(self, index: int) -> None:
+        """Takes a function of the gradient that the user has assigned to ``parameter.grad``, if there is one."""
+
 
 Cut = Callable[[Tensor], Tensor]
 """Cuts a tensor of the parameter's shape to this rank's part."""
@@ -87,6 +93,10 @@ class ShardedGradient(Tensor):
     _mapping: Callable[[Tensor], Tensor] | None
     """What the elements of the gradient are mapped by. None: this is the gradient itself."""
     _text: str
+    _generation: int
+    """Of the gradient, when this was made from it."""
+    _dtype: torch.dtype
+    _is_empty: bool
 
     @classmethod
     def make(cls, owner: weakref.ref[Owner], index: int, scalar: Tensor, shape: Sequence[int]) -> ShardedGradient:
@@ -106,6 +116,7 @@ class ShardedGradient(Tensor):
         with compat.plain():
             found = scalar.expand(tuple(shape)).as_subclass(cls)
         found._owner, found._index, found._mapping, found._text = owner, index, mapping, text
+        found._dtype, found._is_empty = scalar.dtype, 0 in shape
         return found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -120,7 +131,9 @@ class ShardedGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _answer(func, args, kwargs or {})
+        # The wrapper that keeps torch.compile out costs more than the answer, so it is used only where it is needed.
+        answer = _answer_untraced if torch.compiler.is_compiling() else _answer
+        return answer(func, args, kwargs or {})
 
     @property
     def owner(self) -> Owner:
@@ -129,6 +142,32 @@ class ShardedGradient(Tensor):
         if owner is None:
             raise RuntimeError("this is the gradient of a sharded model that is gone, and its values with it")
         return owner
+
+    @property
+    def mapping(self) -> Callable[[Tensor], Tensor] | None:
+        """The element-wise function of the gradient that this stands for. None: the gradient itself."""
+        return self._mapping
+
+    @property
+    def text(self) -> str:
+        """What this stands for, in words."""
+        return self._text
+
+    def check_current(self) -> None:
+        """Raises if this is a function of a gradient that has changed since. It would be of the old values in torch."""
+        if self._mapping is not None and self._generation != self.owner.generation(self._index):
+            raise RuntimeError(
+                f"the gradient of {self.owner.name_of(self._index)!r} has changed since {self._text} was made from it, "
+                f"and its old values are gone; make {self._text} again, after the change"
+            )
+
+    def become_gradient(self) -> None:
+        """Called when this function of a gradient was assigned: from now on it stands for the gradient itself."""
+        self._mapping, self._text = None, "the gradient"
+
+    def stands_for(self, owner: Owner, index: int) -> bool:
+        """Whether this stands for the gradient of one parameter, or for a function of it."""
+        return self._owner() is owner and self._index == index
 
     def _map(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedGradient:
         """The stand-in for this gradient mapped by an element-wise function."""
@@ -144,7 +183,9 @@ class ShardedGradient(Tensor):
         dtype = mapping(torch.empty(0, dtype=self.dtype)).dtype
         scalar = torch.zeros((), dtype=dtype, device=self.device)
         text = f"{name}({', '.join(_text_of(a) for a in (*args, *kwargs.items()))})"
-        return self._new(self._owner, self._index, scalar, self.shape, mapping, text)
+        made = self._new(self._owner, self._index, scalar, self.shape, mapping, text)
+        made._generation = self.owner.generation(self._index)
+        return made
 
     def _is_of(self, other: ShardedGradient) -> bool:
         """Whether both stand for the same gradient, each mapped in its way."""
@@ -157,7 +198,6 @@ class ShardedGradient(Tensor):
         )
 
 
-@compat.untraced
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
@@ -166,6 +206,10 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _for_each(name.removeprefix("_foreach_"), args, kwargs)
     if name == compat.UNSCALE:
         return _unscale(func, *args, **kwargs)
+    for tensor in tensors_in((args, kwargs)):
+        if isinstance(tensor, ShardedGradient) and tensor.mapping is not None and name not in FACTS:
+            tensor.owner.take_if_assigned(tensor._index)
+            tensor.check_current()
     first = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(first, ShardedGradient):
         standing = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ShardedGradient))
@@ -188,6 +232,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in ELEMENTWISE and _are_of(first, args[1:], kwargs) and _stays(first, args[1:], kwargs):
         return first if name == "to" and first.dtype in args[1:] else first._map(name, func, args, kwargs)
     return _reduce(first, name, args[1:], kwargs)
+
+
+_answer_untraced = compat.untraced(_answer)
 
 
 def _attribute(func: Any, access: str, args: tuple[Any, ...]) -> Any:
@@ -216,10 +263,10 @@ def _stays(gradient: ShardedGradient, args: Any, kwargs: Any) -> bool:
 
 
 def _reduce(gradient: ShardedGradient, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    asked = parse(name, gradient.dtype, args, kwargs)
-    if asked is None or tuple(tensors_in((args, kwargs))):
+    asked = parse(name, gradient._dtype, args, kwargs)
+    if asked is None:
         gradient._refuse(name)
-    if not gradient.numel():  # an empty gradient has no part anywhere
+    if gradient._is_empty:  # an empty gradient has no part anywhere
         return getattr(torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), name)(*args, **kwargs)  # type: ignore[no-any-return]
     question = Question(f"{asked.reduction.text} of {gradient._text}", asked.reduction, gradient._mapping)
     number = gradient.owner.ask(gradient._index, question)

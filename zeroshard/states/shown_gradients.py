@@ -36,6 +36,8 @@ class ShownGradients:
         self._stand_ins: list[Tensor] = []
         """Made once. The same ones every step."""
         self._displays: list[Tensor | None] = [None] * len(parameters)
+        self._pointers: list[int | None] = [None] * len(parameters)
+        """Where the averaged gradient is that a parameter shows. None for a stand-in."""
 
     def shows(self, index: int) -> bool:
         """Whether a parameter shows a gradient."""
@@ -55,6 +57,7 @@ class ShownGradients:
             shown = [parallel.like(self._parameters[index], self._slots[index].view(values)) for index in missing]
         for index, tensor in zip(missing, shown, strict=True):
             self._displays[index] = tensor
+            self._pointers[index] = None if values is None else compat.pointer(parallel.local(tensor))
         compat.set_grads([self._parameters[index] for index in missing], shown)
 
     def changes(self) -> dict[int, Tensor | None]:
@@ -62,17 +65,32 @@ class ShownGradients:
 
         These parameters then show nothing, until the next ``show``.
         """
-        shown = zip(compat.grads(self._parameters), self._displays, strict=True)
-        found = {index: gradient for index, (gradient, display) in enumerate(shown) if gradient is not display}
+        now = compat.grads(self._parameters)
+        found = {index: gradient for index, gradient in enumerate(now) if self._differs(index, gradient)}
         for index in found:
             self._displays[index] = None
-            compat.set_grads([self._parameters[index]], [None])
+        self._show_nothing(list(found))
         return found
+
+    def _differs(self, index: int, gradient: Tensor | None) -> bool:
+        """Whether a user put another gradient in the place of the one that was shown, or other memory behind it."""
+        if gradient is not self._displays[index]:
+            return True
+        pointer = self._pointers[index]
+        return gradient is not None and pointer is not None and compat.pointer(parallel.local(gradient)) != pointer
+
+    def assigned(self, index: int) -> Tensor | None:
+        """The gradient that a user has assigned to one parameter. None if there is none."""
+        (gradient,) = compat.grads([self._parameters[index]])
+        return gradient if gradient is not self._displays[index] else None
+
+    def show_again(self, index: int) -> None:
+        """Shows the gradient in the place of the one that the user assigned."""
+        compat.set_grads([self._parameters[index]], [self._displays[index]])
 
     def hide(self) -> None:
         """Leaves ``grad`` to autograd."""
-        shown = [index for index, display in enumerate(self._displays) if display is not None]
-        compat.set_grads([self._parameters[index] for index in shown], [None] * len(shown))
+        self._show_nothing([index for index, display in enumerate(self._displays) if display is not None])
         self._displays = [None] * len(self._displays)
 
     def take_back(self) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -84,10 +102,12 @@ class ShownGradients:
 
     def clear(self) -> None:
         """Takes away the gradients that were shown. A gradient that the user assigned stays."""
-        for index, gradient in enumerate(compat.grads(self._parameters)):
-            if gradient is not None and gradient is self._displays[index]:
-                compat.set_grads([self._parameters[index]], [None])
+        shown = enumerate(zip(compat.grads(self._parameters), self._displays, strict=True))
+        self._show_nothing([index for index, (gradient, display) in shown if gradient is display is not None])
         self._displays = [None] * len(self._displays)
+
+    def _show_nothing(self, indices: Sequence[int]) -> None:
+        compat.set_grads([self._parameters[index] for index in indices], [None] * len(indices))
 
     def _standing(self) -> list[Tensor]:
         if not self._stand_ins:
