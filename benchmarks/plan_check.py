@@ -48,10 +48,11 @@ def live(device: torch.device) -> dict[int, int]:
     """Storages of live tensors on a device, asked from the garbage collector."""
     gc.collect()
     found = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.device.type == device.type and not compat.is_fake(thing):
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+    with compat.plain():  # absent parameters stay absent
+        for thing in gc.get_objects():
+            if issubclass(type(thing), Tensor) and thing.device.type == device.type and not compat.is_fake(thing):
+                storage = thing.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
     return found
 
 

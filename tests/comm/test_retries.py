@@ -85,7 +85,7 @@ def test_a_request_to_stop_reaches_all_ranks_with_the_agreement_of_a_step() -> N
     agreements: list[int] = []
     maximum = Fabric.maximum
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fabric, "maximum", lambda self, values: (agreements.append(1), maximum(self, values))[1])
+        patch.setattr(Fabric, "maximum", lambda self, *args: (agreements.append(1), maximum(self, *args))[1])
         train(model, optimizer, 1)
     assert reducer.stop_agreed
     assert len(agreements) == 1

@@ -112,10 +112,11 @@ class Reducer:
                 if flat in self._late and flat not in self._idle:
                     self._reduce(flat)
         self._begin_order()
+        several = self._fabric.data_parallel > 1 and any(any(gradient.used) for gradient in self.gradients)
         for flat in self.flats:
             if flat.home.takes_early:
                 flat.gradient.settle()
-            flat.gradient.expose()
+            flat.gradient.expose(everything=several)
 
     def agree(self, purpose: str) -> bool:
         """Brings all ranks to the same averaged gradients and the same list of used parameters.

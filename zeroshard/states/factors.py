@@ -26,13 +26,13 @@ class Factor:
     def __init__(self, value: Tensor | float, *, divides: bool = False) -> None:
         self.value = _snapshot(value) if isinstance(value, Tensor) else float(value)
         self.divides = divides
-        self._key = (id(self.value) if isinstance(self.value, Tensor) else self.value, divides)
+        self.key = (id(self.value) if isinstance(self.value, Tensor) else self.value, divides)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Factor) and self._key == other._key
+        return isinstance(other, Factor) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self.key)
 
 
 _last: tuple[weakref.ref[Tensor], int, Tensor] | None = None

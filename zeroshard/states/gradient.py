@@ -6,8 +6,8 @@
   shard, and the local buffer is freed at once.
 
 ``parameter.grad`` shows the gradient itself if that is whole, averaged and unscaled, else a stand-in. If there are
-several ranks, every parameter shows a gradient after a backward: this rank cannot know which parameters other ranks
-used. The gradient of a parameter that nobody used counts as zero, and the optimizer skips it.
+several ranks, every parameter shows a gradient after a backward that used the model: this rank cannot know which
+parameters other ranks used. The gradient of a parameter that nobody used counts as zero, and the optimizer skips it.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ class FlatGradient:
 
     # -- between backward and step --------------------------------------------------------------------------------
 
-    def expose(self) -> None:
-        """Lets users see the gradients of a backward that is over."""
-        self.there = list(self.used) if self._flat.alone else [True] * len(self.used)
+    def expose(self, *, everything: bool) -> None:
+        """Lets users see the gradients of a backward that is over. ``everything``: also those that nobody used here."""
+        self.there = [everything or used for used in self.used]
         if not any(self.there):
             self.settle()
             self._flat.home.forget()

@@ -96,7 +96,7 @@ class ShardedGradient(Tensor):
     _generation: int
     """Of the gradient, when this was made from it."""
     _dtype: torch.dtype
-    _is_empty: bool
+    is_empty: bool
 
     @classmethod
     def make(cls, owner: weakref.ref[Owner], index: int, scalar: Tensor, shape: Sequence[int]) -> ShardedGradient:
@@ -116,7 +116,7 @@ class ShardedGradient(Tensor):
         with compat.plain():
             found = scalar.expand(tuple(shape)).as_subclass(cls)
         found._owner, found._index, found._mapping, found._text = owner, index, mapping, text
-        found._dtype, found._is_empty = scalar.dtype, 0 in shape
+        found._dtype, found.is_empty = scalar.dtype, 0 in shape
         return found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -220,7 +220,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return repr(first)
     if name in SAME:
         return first
-    if name in FACTS or name == "untyped_storage" or (name == "type" and len(args) == 1):
+    if name in FACTS or name in ("untyped_storage", compat.COMPATIBLE) or (name == "type" and len(args) == 1):
         with compat.plain():
             return func(*args, **kwargs)
     if name in LIKE or name in STRIDES:
@@ -244,7 +244,8 @@ def _attribute(func: Any, access: str, args: tuple[Any, ...]) -> Any:
     if access == "__get__" and attribute in ("T", "mT", "H", "mH", "real", "imag"):
         gradient._refuse(f".{attribute}")
     if access == "__set__" and attribute == "data":
-        gradient.copy_(args[1])
+        if args[1] is not gradient:  # a conversion that changes nothing assigns the same
+            gradient.copy_(args[1])
         return None
     with compat.plain():
         return func(*args)
@@ -266,7 +267,7 @@ def _reduce(gradient: ShardedGradient, name: str, args: tuple[Any, ...], kwargs:
     asked = parse(name, gradient._dtype, args, kwargs)
     if asked is None:
         gradient._refuse(name)
-    if gradient._is_empty:  # an empty gradient has no part anywhere
+    if gradient.is_empty:  # an empty gradient has no part anywhere
         return getattr(torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), name)(*args, **kwargs)  # type: ignore[no-any-return]
     question = Question(f"{asked.reduction.text} of {gradient._text}", asked.reduction, gradient._mapping)
     number = gradient.owner.ask(gradient._index, question)

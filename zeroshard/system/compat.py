@@ -203,6 +203,8 @@ def plain() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+COMPATIBLE = "_has_compatible_shallow_copy_type"
+"""The function by which ``.to()`` asks whether a tensor can take the memory of another."""
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """The name of the function by which ``torch.amp.GradScaler`` unscales gradients."""
 
