@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..states.absent import lifted
 from ..states.flat import Flat
 from ..states.unit import Unit
 from ..system import compat
@@ -40,8 +39,8 @@ class Guards:
                 module.register_load_state_dict_pre_hook(Hook(partial(self._before_load, flats)))
                 module.register_load_state_dict_post_hook(Hook(partial(_after_load, flats)))
             dtypes = {p.dtype for p in module.parameters()}
-            guard = partial(_guarded, module, name or type(module).__name__, device, dtypes)
-            compat.wrap_conversion(module, guard)
+            convert = _conversion(module, name or type(module).__name__, device, dtypes)
+            compat.replace_conversion(module, convert)
 
     def _before_load(
         self, flats: list[Flat], module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
@@ -77,26 +76,24 @@ def _after_load(flats: list[Flat], module: nn.Module, incompatible_keys: Any) ->
                 flat.refresh_master()
 
 
-def _guarded(
-    module: nn.Module,
-    name: str,
-    device: torch.device,
-    dtypes: set[torch.dtype],
-    original: Callable[..., nn.Module],
+def _conversion(
+    module: nn.Module, name: str, device: torch.device, dtypes: set[torch.dtype]
 ) -> Callable[..., nn.Module]:
-    def checked(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """A conversion of a sharded module. Parameters and gradients stay as they are, so they need not be here."""
+
+    def convert(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         effects = {_effect(function, dtype, device) for dtype in dtypes}
         if Effect.CHANGE in effects:
             raise RuntimeError(
                 f"{name!r} is sharded, so .to(), .half(), .cuda() and the like cannot convert it; convert before "
                 "zeroshard.shard(), or use precision= and device="
             )
-        # A copy would take the parameters off their shards, and has the same values: it is left out.
-        harmless = _unchanged if Effect.COPY in effects else function
-        with lifted(list(module.parameters(recurse))):  # absent parameters are not read for nothing
-            return original(harmless, recurse)
+        if Effect.COPY not in effects:  # buffers need no copy either
+            for part in module.modules() if recurse else [module]:
+                compat.convert_buffers(part, function)
+        return module
 
-    return Hook(checked)
+    return Hook(convert)
 
 
 class Effect(Enum):
@@ -123,7 +120,3 @@ def _effect(function: Callable[[Tensor], Tensor], dtype: torch.dtype, device: to
                 return Effect.CHANGE
             effect = Effect.COPY
     return effect
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

@@ -120,7 +120,14 @@ def parallel_wrapper(module: nn.Module) -> str | None:
 
 def leave(wrapper: str) -> str:
     """The remedy for a wrapper of torch that makes a model data-parallel."""
-    return f"leave {wrapper} out: shard() averages the gradients"
+    remedy = f"leave {wrapper} out: shard() averages the gradients"
+    if wrapper == DistributedDataParallel.__name__:
+        remedy += (
+            ". Accelerate puts it around the model in prepare(): call accelerator.prepare_model(model, "
+            "evaluation_mode=True) instead. So does Hugging Face's Trainer: set model._is_accelerate_prepared = True "
+            "before train()"
+        )
+    return remedy
 
 
 def _forget(identities: list[int]) -> None:

@@ -118,6 +118,13 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def convert_buffers(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Does to the buffers of a module itself what ``.to()`` does."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+
+
 def empty_buffers(module: nn.Module) -> list[str]:
     """Names of a module's buffers that are None, which ``named_buffers()`` leaves out."""
     return [name for name, buffer in module._buffers.items() if buffer is None]
@@ -411,13 +418,13 @@ def adopt_step_hooks(new: torch.optim.Optimizer, old: torch.optim.Optimizer) -> 
     new._optimizer_step_post_hooks.update(old._optimizer_step_post_hooks)
 
 
-def wrap_conversion(module: nn.Module, wrap: Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]) -> None:
-    """Wraps the method of a module that ``.to()``, ``.half()``, ``.cuda()`` and others call. It has no public name."""
-    module._apply = wrap(module._apply)  # type: ignore[method-assign]
+def replace_conversion(module: nn.Module, convert: Callable[..., nn.Module]) -> None:
+    """Replaces the method of a module that ``.to()``, ``.half()`` and others call. It has no public name."""
+    module._apply = convert  # type: ignore[method-assign]
 
 
 def count_attributes(module: nn.Module) -> int:
-    """How many attributes a module has, without the attribute that ``wrap_conversion`` sets."""
+    """How many attributes a module has, without the attribute that ``replace_conversion`` sets."""
     attributes = vars(module)
     return len(attributes) - ("_apply" in attributes)
 
