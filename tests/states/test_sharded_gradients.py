@@ -34,6 +34,7 @@ from tests.training import (
     trained_plainly,
     weights,
 )
+from zeroshard.offload.transfer import Transfer
 from zeroshard.system import compat
 
 PLACES = (None, "cpu")
@@ -711,6 +712,23 @@ def test_a_grad_scaler_unscales_and_skips_on_all_ranks_together(stage: int, offl
         return logged
 
     beside_ddp(loop, stage, offload=offload)
+
+
+def test_norms_that_the_last_step_was_asked_for_do_not_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = shard(stage=2, offload="cpu")
+    waits = []
+    landed = Transfer.landed
+    monkeypatch.setattr(Transfer, "landed", lambda transfer: (waits.append(transfer), landed(transfer))[1])
+    for step in range(3):
+        waits.clear()
+        loss_of(model, step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        assert bool(waits) == (step == 0)
+        with zeroshard.gathered_gradients(model):
+            clipped = torch.nn.utils.get_total_norm(gradients(model))
+        torch.testing.assert_close(clipped, 0.01 * norm / (norm + 1e-6))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # -- whole gradients ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..states.flat import Flat
 from ..states.home import Home, StateTensors
 from ..states.sharded_gradient import Change, Cut
 from ..states.updates import FlatStates
-from ..system import trace
+from ..system import compat, trace
 from .host_buffers import HostBuffers, join, round_to
 from .pipeline import Pipeline, SentParameters
 from .transfer import HostGradient, Transfer
@@ -56,6 +56,8 @@ class HostHome(Home, FlatStates):
         """Whether this step's update was asked for in backward."""
         self._norm: Tensor | None = None
         """The norm of the first micro-batch's gradient, if it was computed on the device."""
+        self._part_norms: dict[int, Tensor] | None = None
+        """The norm of each parameter's part of it."""
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -171,6 +173,9 @@ class HostHome(Home, FlatStates):
         values = gradient.to(self.flat.dtype) if narrow else gradient
         if not self._step.in_backward:
             publication = self._expect_update() if self._step.publishes_with(self) else None
+            self._forget_norms()
+            if self._pipeline.part_norms.expected and not self.received:
+                self._part_norms = self._norms_of(values)
             self._norm = self.transfer.receive(values, publication, first=not self.received)
             self.received += 1
             return
@@ -188,7 +193,7 @@ class HostHome(Home, FlatStates):
         groups = self.factors.groups(self.flat.gradient.there)
         self.factors.clear()
         if any(groups):
-            self._norm = None
+            self._forget_norms()
             device = self._pipeline.device
             self.transfer.scale([(multiplier(scaling, device), slots) for scaling, slots in groups.items()])
 
@@ -216,7 +221,7 @@ class HostHome(Home, FlatStates):
     def change(self, slot: int, change: Change, scale: float) -> None:
         if not self.received:
             return
-        self._norm = None
+        self._forget_norms()
         factor = multiplier(self.factors.take(slot), self._pipeline.device)
 
         def with_factor(part: Tensor, cut: Cut) -> None:
@@ -228,6 +233,20 @@ class HostHome(Home, FlatStates):
         for piece in self.counts:
             if piece.slot == slot:
                 self._change_part(slot, landed.changing(piece), with_factor, scale)
+
+    def expect_norms(self) -> None:
+        self._pipeline.part_norms.asked = True
+
+    def known_norms(self) -> dict[int, Tensor] | None:
+        return self._part_norms
+
+    def _norms_of(self, gradient: Tensor) -> dict[int, Tensor]:
+        counted, pieces = gradient[self.flat.counted], self.flat.layout.pieces(self.flat.shard_range)
+        parts = [counted[piece.offset :][: piece.numel] for piece in pieces]
+        return dict(zip((piece.slot for piece in pieces), compat.norms(parts, torch.float64), strict=True))
+
+    def _forget_norms(self) -> None:
+        self._norm = self._part_norms = None
 
     def own_gradient(self) -> Tensor | None:
         return self.transfer.landed().value if self.received else None
@@ -249,7 +268,7 @@ class HostHome(Home, FlatStates):
         self.check_not_updated()
         super().discard(slot)
         if self.received:
-            self._norm = None
+            self._forget_norms()
             self.transfer.change(lambda gradient: gradient.zero(slot))
 
     def forget(self) -> None:
@@ -257,7 +276,8 @@ class HostHome(Home, FlatStates):
         super().forget()
         if self.received:
             self.transfer.change(HostGradient.empty)
-        self.received, self._norm = 0, None
+        self.received = 0
+        self._forget_norms()
 
     def check_not_updated(self) -> None:
         if self.updated_early:
@@ -292,7 +312,8 @@ class HostHome(Home, FlatStates):
 
     def acknowledge(self) -> None:
         """Called in ``step()``, when the update is asked for: the gradient is used up."""
-        self.received, self._norm, self.updated_early = 0, None, False
+        self.received, self.updated_early = 0, False
+        self._forget_norms()
 
     def _update_at_once(self, gradient: Tensor, used: list[bool]) -> None:
         """Asks for a copy of the gradient to the host, and for the update as soon as the copy is there."""

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -112,6 +113,20 @@ class Factor:
         return 1.0 if self._value is None or compat.is_fake(self._value) else float(self._value)
 
 
+@dataclass
+class PartNorms:
+    """Whether the norm of each parameter's gradient is computed on the device, as the gradient comes.
+
+    That is done if the last step was asked for such norms: nobody then waits for the gradient to reach the host.
+    """
+
+    expected: bool = False
+    asked: bool = False
+
+    def end_step(self) -> None:
+        self.expected, self.asked = self.asked, False
+
+
 class Pipeline:
     """The two threads, the kernel's pool and the streams of one sharded model."""
 
@@ -133,6 +148,7 @@ class Pipeline:
         self.options, self.device, self.local_ranks, self.dry = options, device, local_ranks, dry
         self.norms = norms
         """Whether a step will ask for the norm of the gradients. It is then computed as they land."""
+        self.part_norms = PartNorms()
         self._tell = tell
         self._sums_expected = False
         self._cuda = device.type == "cuda"

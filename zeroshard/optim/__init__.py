@@ -5,6 +5,6 @@ passes: it is told when to step, and asks ``Passes`` for the rest. It must not k
 are behind ``Home`` and ``Updates``, from ``states``.
 
 The doors are ``ShardedOptimizer`` and, for checkpoints, its ``PieceStates``. Read ``optimizer`` first, then
-``treatment`` (calls ``norm``, ``nonfinite`` and ``loss_scale``) and ``device_updates``. ``foreign`` refuses other
-optimizers.
+``treatment`` (calls ``norm``, ``nonfinite`` and ``loss_scale``) and ``device_updates``. ``answers`` answers
+what users ask of gradients. ``foreign`` refuses other optimizers.
 """

@@ -23,7 +23,7 @@ from .loss_scale import LossScaler
 
 
 @dataclass(frozen=True)
-class _Answered:
+class _AnswerList:
     """The answers to one question: a number for each parameter, in fp64 on the device."""
 
     numbers: Sequence[Tensor]
@@ -51,7 +51,7 @@ class Answers:
             self._first[flat.gradient] = self._count
             self._count += len(flat.parameters)
             flat.gradient.answers = self
-        self._known: dict[Question, _Answered] = {}
+        self._known: dict[Question, _AnswerList] = {}
         self._time = 0
         self._changed = [0] * self._count
         """When each gradient was last changed."""
@@ -85,11 +85,11 @@ class Answers:
         self._known.clear()
 
     @torch.no_grad()
-    def _find(self, question: Question) -> _Answered:
+    def _find(self, question: Question) -> _AnswerList:
         with compat.label("zeroshard.answer"):
             numbers = self._joined(question, self._of_this_rank(question))
         self._time += 1
-        found = self._known[question] = _Answered(numbers.unbind(), self._time)
+        found = self._known[question] = _AnswerList(numbers.unbind(), self._time)
         if question.is_two_norm and self.told_norm is not None:
             self.told_norm(question.reduction.join(numbers))
         return found
@@ -116,6 +116,13 @@ class Answers:
         return torch.stack([number.to(device, non_blocking=True) for number in numbers])
 
     def _of_flat(self, flat: Flat, question: Question) -> dict[int, Tensor]:
+        if question.is_two_norm:
+            flat.home.expect_norms()
+            known = flat.home.known_norms()
+            if known is not None:
+                return {
+                    slot: n if (f := self._factor(flat, slot, n)) is None else n * f.abs() for slot, n in known.items()
+                }
         parts = flat.home.parts()
         if not parts:  # nobody used these parameters: their gradients count as zero
             zero = torch.zeros((), dtype=flat.dtype, device=self._fabric.device)

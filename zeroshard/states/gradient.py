@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,33 +25,13 @@ from ..system import compat
 from .factors import Factor
 from .local_gradient import LocalGradient
 from .placeholder import Placeholders
-from .question import Elementwise, Question
+from .question import Answers, Elementwise, Question
 from .reduction import Reduction
 from .sharded_gradient import REMEDY, Change, Cut, ShardedGradient
 from .shown_gradients import ShownGradients
 
 if TYPE_CHECKING:
     from .flat import Flat
-
-
-class Answers(Protocol):
-    """Answers what user code asks of the gradients of one model."""
-
-    @property
-    def scale(self) -> float:
-        """The loss scale that the averaged gradients are multiplied by. 1 without loss scaling."""
-
-    def answer(self, gradient: FlatGradient, index: int, question: Question) -> Tensor:
-        """The answer for one parameter's whole gradient, in fp64. Collective, unless it is known."""
-
-    def agree(self, what: str) -> None:
-        """Brings all ranks to the same averaged gradients, if they are not there yet. Collective then."""
-
-    def changed(self, gradient: FlatGradient, index: int) -> None:
-        """A gradient has changed, so that earlier answers about it do not hold."""
-
-    def forget(self) -> None:
-        """All gradients have changed, so that no answer holds."""
 
 
 class FlatGradient:

@@ -235,6 +235,14 @@ class Home(ABC):
         counted, pieces = values[self.flat.counted], self.flat.layout.pieces(self.flat.shard_range)
         return {piece.slot: counted[piece.offset :][: piece.numel] for piece in pieces}
 
+    def expect_norms(self) -> None:
+        """Called when somebody asks for the norm of each gradient. The next step may ask again."""
+        return
+
+    def known_norms(self) -> dict[int, Tensor] | None:
+        """The 2-norms of ``parts``, if they were computed when the gradient came. Nobody waits for them."""
+        return None
+
     def averaged(self, scale: float) -> Tensor | None:
         """A copy of this rank's averaged gradient, as users see it: with its factors, without the loss scale."""
         values = self.own_gradient()

@@ -10,10 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .gradient import FlatGradient
 
 Elementwise = Callable[[Tensor], Tensor]
 """Maps each element of a gradient by itself."""
@@ -58,6 +61,26 @@ class Question:
     @property
     def is_two_norm(self) -> bool:
         return self.mapping is None and self.reduction.order == 2
+
+
+class Answers(Protocol):
+    """Answers what user code asks of the gradients of one model."""
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that the averaged gradients are multiplied by. 1 without loss scaling."""
+
+    def answer(self, gradient: FlatGradient, index: int, question: Question) -> Tensor:
+        """The answer for one parameter's whole gradient, in fp64. Collective, unless it is known."""
+
+    def agree(self, what: str) -> None:
+        """Brings all ranks to the same averaged gradients, if they are not there yet. Collective then."""
+
+    def changed(self, gradient: FlatGradient, index: int) -> None:
+        """A gradient has changed, so that earlier answers about it do not hold."""
+
+    def forget(self) -> None:
+        """All gradients have changed, so that no answer holds."""
 
 
 def norm(order: float) -> Reduction:
@@ -106,7 +129,7 @@ FINITE = Question("all of isfinite(the gradient)", ALL, torch.isfinite)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Reading:
     """A function of torch that reduces a whole tensor, with its arguments."""
 
     reduction: Reduction
@@ -115,7 +138,7 @@ class Asked:
     is_mean: bool = False
 
 
-def parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked | None:
+def parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading | None:
     """What a function of torch asks of a tensor of this dtype. None: only a whole tensor can answer that."""
     if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
         return None
@@ -126,7 +149,7 @@ def parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str
 
 
 @lru_cache(maxsize=256)
-def _parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Asked | None:
+def _parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Reading | None:
     signature = SIGNATURES.get(name)
     if signature is None or len(args) > len(signature):
         return None
@@ -147,7 +170,7 @@ def _parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[t
         return None
     else:
         reduction = norm(2.0 if order is None or order == "fro" else float(order))
-    return Asked(reduction, asked_dtype or _answer_dtype(name, dtype), is_mean=name == "mean")
+    return Reading(reduction, asked_dtype or _answer_dtype(name, dtype), is_mean=name == "mean")
 
 
 def _answer_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
