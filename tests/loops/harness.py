@@ -156,7 +156,7 @@ def check(loop: Loop, setting: Setting) -> None:
         if refusal.line is None:
             return
     ours = run(loop, setting, line=refusal is not None)
-    assert_equal(ours, expected, exact=not (loop.clips or setting.offload))
+    assert_equal(ours, expected, TOLERANCE if loop.clips or setting.offload else 0.0)
 
 
 def takes_line(loop: Loop) -> bool:
@@ -175,31 +175,31 @@ def assert_refused(loop: Loop, setting: Setting, refusal: Refusal) -> None:
         raise AssertionError(f"{setting}: not refused")
 
 
-def assert_equal(ours: Any, theirs: Any, exact: bool, where: str = "") -> None:
-    """Compares two logs entry by entry. Within ``TOLERANCE`` where they need not be equal to the bit."""
+def assert_equal(ours: Any, theirs: Any, tolerance: float, where: str = "") -> None:
+    """Compares two logs entry by entry. ``tolerance`` is a relative distance; 0 means that all bits are equal."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), where
         for name in theirs:
-            assert_equal(ours[name], theirs[name], exact, f"{where}/{name}")
+            assert_equal(ours[name], theirs[name], tolerance, f"{where}/{name}")
     elif isinstance(theirs, list) and all(isinstance(each, float) for each in theirs):  # a series, as one vector
-        _assert_equal_values(_tensor(ours), _tensor(theirs), exact, where)
+        _assert_equal_values(_tensor(ours), _tensor(theirs), tolerance, where)
     elif isinstance(theirs, list | tuple):
         assert len(ours) == len(theirs), where
         for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            assert_equal(our, their, exact, f"{where}/{number}")
+            assert_equal(our, their, tolerance, f"{where}/{number}")
     else:
-        _assert_equal_values(_tensor(ours), _tensor(theirs), exact, where)
+        _assert_equal_values(_tensor(ours), _tensor(theirs), tolerance, where)
 
 
 def _tensor(value: Tensor | float | list[float]) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return value.cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
-def _assert_equal_values(ours: Tensor, theirs: Tensor, exact: bool, where: str) -> None:
+def _assert_equal_values(ours: Tensor, theirs: Tensor, tolerance: float, where: str) -> None:
     assert ours.shape == theirs.shape, f"{where}: {ours.shape}, not {theirs.shape}"
     assert bool(theirs.isfinite().all()), f"{where}: DDP gives {theirs}, which shows nothing"
-    if exact or not theirs.is_floating_point():
+    if not tolerance or not theirs.is_floating_point():
         assert torch.equal(ours, theirs), f"{where}: {ours}, not {theirs}"
     else:
         distance = torch.linalg.vector_norm(ours.double() - theirs.double())
-        assert distance <= TOLERANCE * torch.linalg.vector_norm(theirs.double()), f"{where}: {ours}, not {theirs}"
+        assert distance <= tolerance * torch.linalg.vector_norm(theirs.double()), f"{where}: {ours}, not {theirs}"
