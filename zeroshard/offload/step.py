@@ -109,7 +109,6 @@ class HostStep(Updates):
         Delayed updates are asked for in the order in which the next backward brings new gradients. The updates are
         still running when this returns, so it yields nothing.
         """
-        self.pipeline.part_norms.end_step()
         after = self._options.delayed_update_after
         self._delaying = after is not None and step > after
         self.skip()  # flats that got no gradient, or several, since the last step still have a held update
@@ -128,6 +127,7 @@ class HostStep(Updates):
                 home.update_late()
         else:
             self._update_all(waiting)
+            self.pipeline.part_norms.end_step()
         if self._options.blocking:
             self.pipeline.wait()
         return iter(())

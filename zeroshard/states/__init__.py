@@ -7,6 +7,6 @@ The door is ``Unit`` with its ``Flat``s; a flat leads to its ``FlatGradient`` an
 are the two interfaces that the device and the host both implement. Read ``unit`` first, then ``flat``, ``gradient`` and
 ``home``. ``shown_parameters``, ``shown_gradients`` and ``placeholder`` are what users see in ``parameter`` and
 ``parameter.grad``. ``absent`` is the class of parameters whose value is not there. ``sharded_gradient`` is the class of
-gradients that are shards, ``question`` what users ask of them, ``factors`` what users multiply them by. ``turns`` orders
-gathers of flats that the host updates. ``buffers`` are the model's own.
+gradients that are shards, ``question`` what users ask of them, ``factors`` what users multiply them by. ``turns``
+orders gathers of flats that the host updates. ``buffers`` are the model's own.
 """

@@ -183,11 +183,11 @@ class FlatGradient:
             raise RuntimeError(
                 f"parameter {self.name_of(index)!r} was given the sharded gradient of another parameter; {REMEDY}"
             )
-        if gradient.mapping is not None:
+        before, after = self._mapped.get(index), gradient.subject.mapping
+        if after is not None:
             gradient.check_current()
-            before, after = self._mapped.get(index), gradient.mapping
             self._mapped[index] = after if before is None else lambda values: after(before(values))
-            self._note(index, f"assigned {gradient.text}")
+            self._note(index, f"assigned {gradient.subject.text}")
             gradient.become_gradient()
 
     def apply_mapped(self) -> None:

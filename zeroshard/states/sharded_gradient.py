@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from ..system import compat
 from ..system.structures import map_tensors, tensors_in
 from .absent import FACTS, LIKE, STRIDES
 from .factors import Factor
-from .question import FINITE, Question, parse
+from .question import FINITE, Elementwise, Question, parse
 
 REMEDY = "inside `with zeroshard.gathered_gradients(model):`, on all ranks, gradients are whole"
 
@@ -48,6 +49,9 @@ IN_PLACE = frozenset(_IN_PLACE.split())
 
 SCALING = {"mul_": False, "multiply_": False, "div_": True, "divide_": True, "true_divide_": True}
 """Functions that multiply in place; whether they divide."""
+
+CASTS = frozenset(("to", "float", "double", "half", "bfloat16"))
+"""Functions that may give the stand-in itself, if it has their dtype."""
 
 SAME = frozenset(("detach", "detach_", "requires_grad_", "contiguous"))
 """Functions that return the stand-in itself."""
@@ -84,48 +88,50 @@ Change = Callable[[Tensor, Cut], None]
 """Changes this rank's part of a gradient in place."""
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What a stand-in stands for: the gradient of one parameter, or an element-wise function of it."""
+
+    owner: weakref.ref[Owner]
+    """Weak: a gradient that a user keeps must not keep the model."""
+    index: int
+    dtype: torch.dtype
+    is_empty: bool
+    text: str = "the gradient"
+    mapping: Elementwise | None = None
+    """The function. None: the gradient itself."""
+    generation: int = 0
+    """Of the gradient, when the function was made from it."""
+
+    def same_gradient(self, other: Subject) -> bool:
+        """Whether both are of one gradient, each mapped in its way."""
+        return self.owner is other.owner and self.index == other.index
+
+
 class ShardedGradient(Tensor):
     """Stands for the averaged gradient of one parameter, of which this rank has a part."""
 
-    _owner: weakref.ref[Owner]
-    """Weak: a gradient that a user keeps must not keep the model."""
-    _index: int
-    _mapping: Callable[[Tensor], Tensor] | None
-    """What the elements of the gradient are mapped by. None: this is the gradient itself."""
-    _text: str
-    _generation: int
-    """Of the gradient, when this was made from it."""
-    _dtype: torch.dtype
-    is_empty: bool
+    subject: Subject
 
     @classmethod
     def make(cls, owner: weakref.ref[Owner], index: int, scalar: Tensor, shape: Sequence[int]) -> ShardedGradient:
         """The stand-in for one parameter's gradient. ``scalar`` is what would be read past torch's functions: NaN."""
-        return cls._new(owner, index, scalar, shape, None, "the gradient")
+        return cls.of(Subject(owner, index, scalar.dtype, 0 in shape), scalar, shape)
 
     @classmethod
-    def _new(
-        cls,
-        owner: weakref.ref[Owner],
-        index: int,
-        scalar: Tensor,
-        shape: Sequence[int],
-        mapping: Callable[[Tensor], Tensor] | None,
-        text: str,
-    ) -> ShardedGradient:
+    def of(cls, subject: Subject, scalar: Tensor, shape: Sequence[int]) -> ShardedGradient:
+        """A stand-in of some shape, with the dtype and the device of ``scalar``."""
         with compat.plain():
-            found = scalar.expand(tuple(shape)).as_subclass(cls)
-        found._owner, found._index, found._mapping, found._text = owner, index, mapping, text
-        found._dtype, found.is_empty = scalar.dtype, 0 in shape
-        return found
+            made = scalar.expand(tuple(shape)).as_subclass(cls)
+        made.subject = subject
+        return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        owner = self._owner()
-        name = "of a model that is gone" if owner is None else f"of {owner.name_of(self._index)!r}"
-        what = "" if self._mapping is None else f"{self._text}; "
-        return (
-            f"ShardedGradient({name}; {what}shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
-        )
+        owner, subject = self.subject.owner(), self.subject
+        name = "of a model that is gone" if owner is None else f"of {owner.name_of(subject.index)!r}"
+        what = "" if subject.mapping is None else f"{subject.text}; "
+        facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}"
+        return f"ShardedGradient({name}; {what}{facts})"
 
     @classmethod
     def __torch_function__(
@@ -138,63 +144,53 @@ class ShardedGradient(Tensor):
     @property
     def owner(self) -> Owner:
         """The flat's gradients. Raises if the model is gone."""
-        owner = self._owner()
+        owner = self.subject.owner()
         if owner is None:
             raise RuntimeError("this is the gradient of a sharded model that is gone, and its values with it")
         return owner
 
-    @property
-    def mapping(self) -> Callable[[Tensor], Tensor] | None:
-        """The element-wise function of the gradient that this stands for. None: the gradient itself."""
-        return self._mapping
-
-    @property
-    def text(self) -> str:
-        """What this stands for, in words."""
-        return self._text
-
     def check_current(self) -> None:
-        """Raises if this is a function of a gradient that has changed since. It would be of the old values in torch."""
-        if self._mapping is not None and self._generation != self.owner.generation(self._index):
+        """Raises if this is a function of a gradient that has changed since. In torch it would have the old values."""
+        subject = self.subject
+        if subject.mapping is not None and subject.generation != self.owner.generation(subject.index):
             raise RuntimeError(
-                f"the gradient of {self.owner.name_of(self._index)!r} has changed since {self._text} was made from it, "
-                f"and its old values are gone; make {self._text} again, after the change"
+                f"the gradient of {self.owner.name_of(subject.index)!r} has changed since {subject.text} was made from "
+                f"it, and its old values are gone; make {subject.text} again, after the change"
             )
 
     def become_gradient(self) -> None:
         """Called when this function of a gradient was assigned: from now on it stands for the gradient itself."""
-        self._mapping, self._text = None, "the gradient"
+        subject = self.subject
+        self.subject = Subject(subject.owner, subject.index, subject.dtype, subject.is_empty)
 
     def stands_for(self, owner: Owner, index: int) -> bool:
         """Whether this stands for the gradient of one parameter, or for a function of it."""
-        return self._owner() is owner and self._index == index
+        return self.subject.owner() is owner and self.subject.index == index
 
-    def _map(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedGradient:
-        """The stand-in for this gradient mapped by an element-wise function."""
+    def mapped(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedGradient:
+        """The stand-in for an element-wise function of this. The other stand-ins are of the same gradient."""
 
         def mapping(values: Tensor) -> Tensor:
             def value_of(tensor: Tensor) -> Tensor:
                 if not isinstance(tensor, ShardedGradient):
                     return tensor
-                return values if tensor._mapping is None else tensor._mapping(values)
+                return values if (inner := tensor.subject.mapping) is None else inner(values)
 
             return func(*map_tensors(value_of, args), **map_tensors(value_of, kwargs))  # type: ignore[no-any-return]
 
-        dtype = mapping(torch.empty(0, dtype=self.dtype)).dtype
-        scalar = torch.zeros((), dtype=dtype, device=self.device)
+        subject = self.subject
+        dtype = mapping(torch.empty(0, dtype=subject.dtype)).dtype
+        if name in CASTS and dtype is subject.dtype:
+            return self
         text = f"{name}({', '.join(_text_of(a) for a in (*args, *kwargs.items()))})"
-        made = self._new(self._owner, self._index, scalar, self.shape, mapping, text)
-        made._generation = self.owner.generation(self._index)
-        return made
+        generation = self.owner.generation(subject.index)
+        made = replace(subject, dtype=dtype, text=text, mapping=mapping, generation=generation)
+        return self.of(made, torch.zeros((), dtype=dtype, device=self.device), self.shape)
 
-    def _is_of(self, other: ShardedGradient) -> bool:
-        """Whether both stand for the same gradient, each mapped in its way."""
-        return self._owner is other._owner and self._index == other._index
-
-    def _refuse(self, name: str) -> NoReturn:
+    def refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"{name}() needs the whole gradient of {self.owner.name_of(self._index)!r}, and each rank has a part of "
-            f"it; {REMEDY}"
+            f"{what} needs the whole gradient of {self.owner.name_of(self.subject.index)!r}, and each rank has a part "
+            f"of it; {REMEDY}"
         )
 
 
@@ -202,20 +198,18 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(func, name, args)
+    if name not in FACTS:
+        _check_functions(args, kwargs)
     if name.startswith("_foreach_"):
         return _for_each(name.removeprefix("_foreach_"), args, kwargs)
     if name == compat.UNSCALE:
         return _unscale(func, *args, **kwargs)
-    for tensor in tensors_in((args, kwargs)):
-        if isinstance(tensor, ShardedGradient) and tensor.mapping is not None and name not in FACTS:
-            tensor.owner.take_if_assigned(tensor._index)
-            tensor.check_current()
     first = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(first, ShardedGradient):
         standing = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ShardedGradient))
         if name in ELEMENTWISE and _are_of(standing, args[1:], kwargs) and not isinstance(first, Tensor):
-            return standing._map(name, func, args, kwargs)
-        standing._refuse(name)
+            return standing.mapped(name, func, args, kwargs)
+        standing.refuse(f"{name}()")
     if name == "__format__":
         return repr(first)
     if name in SAME:
@@ -230,8 +224,16 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "zero_" or name in IN_PLACE:
         return _change(first, name, func, args[1:], kwargs)
     if name in ELEMENTWISE and _are_of(first, args[1:], kwargs) and _stays(first, args[1:], kwargs):
-        return first if name == "to" and first.dtype in args[1:] else first._map(name, func, args, kwargs)
-    return _reduce(first, name, args[1:], kwargs)
+        return first.mapped(name, func, args, kwargs)
+    return _reduce(first, func, args[1:], kwargs)
+
+
+def _check_functions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Looks at the stand-ins for functions of gradients: is one assigned to ``parameter.grad``, is one out of date."""
+    for tensor in tensors_in((args, kwargs)):
+        if isinstance(tensor, ShardedGradient) and tensor.subject.mapping is not None:
+            tensor.owner.take_if_assigned(tensor.subject.index)
+            tensor.check_current()
 
 
 _answer_untraced = compat.untraced(_answer)
@@ -242,7 +244,7 @@ def _attribute(func: Any, access: str, args: tuple[Any, ...]) -> Any:
     if access == "__get__" and attribute == "data":
         return gradient
     if access == "__get__" and attribute in ("T", "mT", "H", "mH", "real", "imag"):
-        gradient._refuse(f".{attribute}")
+        gradient.refuse(f".{attribute}")
     if access == "__set__" and attribute == "data":
         if args[1] is not gradient:  # a conversion that changes nothing assigns the same
             gradient.copy_(args[1])
@@ -253,7 +255,9 @@ def _attribute(func: Any, access: str, args: tuple[Any, ...]) -> Any:
 
 def _are_of(gradient: ShardedGradient, args: Any, kwargs: Any) -> bool:
     """Whether all tensors among the arguments stand for the same gradient."""
-    return all(isinstance(t, ShardedGradient) and t._is_of(gradient) for t in tensors_in((args, kwargs)))
+    return all(
+        isinstance(t, ShardedGradient) and t.subject.same_gradient(gradient.subject) for t in tensors_in((args, kwargs))
+    )
 
 
 def _stays(gradient: ShardedGradient, args: Any, kwargs: Any) -> bool:
@@ -263,48 +267,50 @@ def _stays(gradient: ShardedGradient, args: Any, kwargs: Any) -> bool:
     return all(w.type == gradient.device.type and w.index in (None, gradient.device.index) for w in wanted)
 
 
-def _reduce(gradient: ShardedGradient, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    asked = parse(name, gradient._dtype, args, kwargs)
-    if asked is None:
-        gradient._refuse(name)
-    if gradient.is_empty:  # an empty gradient has no part anywhere
-        return getattr(torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device), name)(*args, **kwargs)  # type: ignore[no-any-return]
-    question = Question(f"{asked.reduction.text} of {gradient._text}", asked.reduction, gradient._mapping)
-    number = gradient.owner.ask(gradient._index, question)
-    if asked.is_mean:
+def _reduce(gradient: ShardedGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    subject = gradient.subject
+    reading = parse(func.__name__, subject.dtype, args, kwargs)
+    if reading is None:
+        gradient.refuse(f"{func.__name__}()")
+    if subject.is_empty:  # no rank has a part of it
+        answer: Tensor = func(torch.empty(gradient.shape, dtype=subject.dtype, device=gradient.device), *args, **kwargs)
+        return answer
+    question = Question(f"{reading.reduction.text} of {subject.text}", reading.reduction, subject.mapping)
+    number = gradient.owner.ask(subject.index, question)
+    if reading.is_mean:
         number = number / gradient.numel()
-    return number.to(asked.dtype)
+    return number.to(reading.dtype)
 
 
 def _change(gradient: ShardedGradient, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    owner = gradient.owner
-    if gradient._mapping is not None:
+    owner, subject = gradient.owner, gradient.subject
+    if subject.mapping is not None:
         raise RuntimeError(
-            f"{name}() on {gradient._text} of {owner.name_of(gradient._index)!r} would change no gradient; change "
+            f"{name}() on {subject.text} of {owner.name_of(subject.index)!r} would change no gradient; change "
             "parameter.grad itself"
         )
     if name == "zero_":
-        owner.zero(gradient._index)
+        owner.zero(subject.index)
         return gradient
     if name in SCALING and len(args) == 1 and not kwargs and _is_number(args[0]):
-        owner.multiply(gradient._index, Factor(args[0], divides=SCALING[name]))
+        owner.multiply(subject.index, Factor(args[0], divides=SCALING[name]))
         return gradient
     shape = gradient.shape
     for tensor in tensors_in((args, kwargs)):
-        if isinstance(tensor, ShardedGradient) and not tensor._is_of(gradient):
-            gradient._refuse(name)
+        if isinstance(tensor, ShardedGradient) and not tensor.subject.same_gradient(subject):
+            gradient.refuse(f"{name}()")
 
     def change(part: Tensor, cut: Cut) -> None:
         def part_of(tensor: Tensor) -> Tensor:
             if isinstance(tensor, ShardedGradient):
-                return part.clone() if tensor._mapping is None else tensor._mapping(part)
+                return part.clone() if (mapping := tensor.subject.mapping) is None else mapping(part)
             if tensor.dim() == 0:
                 return tensor.to(part.device)
             return cut(tensor if tensor.shape == shape else tensor.expand(shape)).to(part.device)
 
         func(part, *map_tensors(part_of, args), **map_tensors(part_of, kwargs))
 
-    owner.change(gradient._index, f"{name}()", change)
+    owner.change(subject.index, f"{name}()", change)
     return gradient
 
 
@@ -322,7 +328,7 @@ def _for_each(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(torch.linalg.vector_norm(tensor, order, dtype=kwargs.get("dtype")) for tensor in tensors)
     function = getattr(Tensor, name, None)
     if function is None:
-        next(tensor for tensor in tensors_in(args) if isinstance(tensor, ShardedGradient))._refuse(f"_foreach_{name}")
+        next(tensor for tensor in tensors_in(args) if isinstance(tensor, ShardedGradient)).refuse(f"_foreach_{name}()")
     results = []
     for place, tensor in enumerate(tensors):
         mine = [value[place] if isinstance(value, list | tuple) else value for value in args[1:]]
@@ -337,7 +343,7 @@ def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scal
     if whole:
         func(whole, found_inf, inv_scale)
     if standing:
-        finite = torch.stack([gradient.owner.ask(gradient._index, FINITE) for gradient in standing]).amin()
+        finite = torch.stack([gradient.owner.ask(gradient.subject.index, FINITE) for gradient in standing]).amin()
         found_inf.copy_(torch.maximum(found_inf, (1.0 - finite).to(found_inf.device, found_inf.dtype)))
     for gradient in standing:
         gradient.mul_(inv_scale)
@@ -345,7 +351,7 @@ def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scal
 
 def _text_of(argument: Any) -> str:
     if isinstance(argument, ShardedGradient):
-        return argument._text
+        return argument.subject.text
     if isinstance(argument, tuple):
         return f"{argument[0]}={_text_of(argument[1])}"
     return str(argument)
