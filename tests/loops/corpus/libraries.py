@@ -16,7 +16,7 @@ from tests.loops.corpus.models import GPT, sentences
 from tests.loops.harness import EVERYWHERE, Corpus, Log, Parallel, Refusal
 
 corpus = Corpus()
-REFUSED = "DistributedDataParallel around a sharded model.*leave DistributedDataParallel out"
+REFUSED = "DistributedDataParallel around a sharded model.*Accelerate.*prepare_model.*Trainer.*_is_accelerate_prepared"
 
 
 @contextmanager
@@ -37,7 +37,11 @@ def under_torchrun() -> Iterator[None]:
 
 @corpus.loop(
     "Accelerate: `accelerator.prepare(model, optimizer)`, `accumulate`, `backward`, `clip_grad_norm_`",
-    Refusal(EVERYWHERE, REFUSED, "`optimizer = accelerator.prepare(optimizer)`, without the model"),
+    Refusal(
+        EVERYWHERE,
+        REFUSED,
+        "`model, optimizer = accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)`",
+    ),
     clips=True,
     slow=True,
 )
@@ -50,7 +54,7 @@ def accelerate(parallel: Parallel, line: bool = False) -> Log:
     with under_torchrun():
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         if line:
-            optimizer = accelerator.prepare(optimizer)
+            model, optimizer = accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
         else:
             model, optimizer = accelerator.prepare(model, optimizer)
         for step in range(6):

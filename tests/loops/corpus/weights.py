@@ -41,7 +41,7 @@ def log_weights(parallel: Parallel) -> Log:
     return {"losses": losses, "norms": norms, "histograms": histograms, "updates": updates}
 
 
-@corpus.loop("a moving average of the weights by hand: `e.lerp_(p.detach(), 1 - d)`")
+@corpus.loop("a moving average of the weights by hand: `e.data.mul_(d).add_(p.data, alpha=1 - d)`")
 def ema_by_hand(parallel: Parallel) -> Log:
     net = Net(depth=2)
     ema = copy.deepcopy(net).eval().requires_grad_(False)
@@ -54,7 +54,7 @@ def ema_by_hand(parallel: Parallel) -> Log:
         loss.backward()
         optimizer.step()
         for p, e in zip(net.parameters(), ema.parameters(), strict=True):
-            e.lerp_(p.detach(), 0.1)
+            e.data.mul_(0.9).add_(p.data, alpha=0.1)
         losses.append(loss.item())
         scores.append(F.mse_loss(ema(x), y).item())
     return {"losses": losses, "scores": scores, "average": ema.state_dict()}
@@ -160,9 +160,8 @@ def early_stopping(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "a target network: `copy.deepcopy(model)` before `shard()`, then a soft update that reads `p.data`",
-    Refusal(OFFLOAD - STAGE_3, r"\.data of parameter.*read with \.detach\(\)", "`p.detach()` in place of `p.data`"),
 )
-def target_network(parallel: Parallel, line: bool = False) -> Log:
+def target_network(parallel: Parallel) -> Log:
     net = Net(depth=2)
     target = copy.deepcopy(net)
     model, optimizer = parallel(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -176,8 +175,7 @@ def target_network(parallel: Parallel, line: bool = False) -> Log:
         loss.backward()
         optimizer.step()
         for target_param, param in zip(target.parameters(), net.parameters(), strict=True):
-            value = param.detach() if line else param.data
-            target_param.data.copy_(0.1 * value + 0.9 * target_param.data)
+            target_param.data.copy_(0.1 * param.data + 0.9 * target_param.data)
         losses.append(loss.item())
     return {"losses": losses, "target": target.state_dict()}
 
@@ -207,7 +205,7 @@ def copy_after_shard(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "WGAN: `p.data.clamp_(-c, c)` after each step of the critic",
-    Refusal(STAGE_3 | OFFLOAD, r"gathered\(model", WRITE),
+    Refusal(STAGE_3 | OFFLOAD, r"written to through \.data.*gathered\(model, write=True\)", WRITE),
 )
 def wgan(parallel: Parallel, line: bool = False) -> Log:
     critic_net, generator_net = Net(depth=2, outputs=1), Net(depth=2, outputs=7)
