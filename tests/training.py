@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.models import Net, loss_of, net
-from zeroshard.states.absent import flat_of
+from zeroshard.shown.absent import source_of
 from zeroshard.states.flat import Presence
 
 STAGES = (0, 1, 2, 3)
@@ -91,7 +91,7 @@ def assert_nobody_noticed(model: nn.Module, optimizer: torch.optim.Optimizer, ex
 
 def is_released(parameter: nn.Parameter) -> bool:
     """Whether this rank has only its shard of a parameter."""
-    flat = flat_of(parameter)
+    flat = source_of(parameter)
     return flat is not None and flat.presence is Presence.RELEASED
 
 

@@ -30,9 +30,9 @@ from .schedule.hooks import Schedule
 from .schedule.reads import Reads
 from .schedule.reducer import Reducer
 from .schedule.structure import Structure
+from .shown.placeholder import Placeholders
 from .states.buffers import Buffers, make_ordinary
 from .states.flat import Flat
-from .states.placeholder import Placeholders
 from .states.turns import Turns
 from .states.unit import Unit, check_no_block_open
 from .system import compat

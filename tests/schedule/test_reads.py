@@ -14,7 +14,7 @@ from tests.matrix import Stages, in_stages, slow
 from tests.models import Net, batch, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import INNER, adamw, assert_close, assert_same, is_released, sgd, weights
-from zeroshard.states import absent
+from zeroshard.shown import absent
 
 Loss = Callable[[nn.Module, Net, int], Tensor]
 """A loss of the model as it is called, of the model itself, and of the step."""

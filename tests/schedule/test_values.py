@@ -37,7 +37,7 @@ from tests.training import (
     weights,
 )
 from zeroshard.runtime import runtime_of
-from zeroshard.states import absent
+from zeroshard.shown import absent
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
@@ -162,9 +162,9 @@ def test_reading_one_unit_after_another_gathers_one_unit_at_a_time() -> None:
     for parameter in model.parameters():
         parameter.norm()
         present = {flat.label for flat in runtime_of(model).flats if flat.present}
-        assert present == {absent.flat_of(parameter).label}  # type: ignore[union-attr]
+        assert present == {absent.source_of(parameter).label}  # type: ignore[union-attr]
     loss_of(model, 1)
-    assert not absent.flat_of(model.get_parameter(INNER)).present  # type: ignore[union-attr]
+    assert not absent.source_of(model.get_parameter(INNER)).present  # type: ignore[union-attr]
 
 
 @on_ranks(2)

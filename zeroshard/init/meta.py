@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import parallel
 from ..comm.fabric import Fabric
-from ..states.absent import mark_present
+from ..shown.absent import mark_present
 from ..states.flat import Flat
 from ..system import compat
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..config.layout import Piece, Slot
 from ..config.table import Place
-from ..states.factors import multiplier
+from ..shown.factors import multiplier
+from ..shown.sharded_gradient import Change, Cut
 from ..states.flat import Flat
 from ..states.home import Home, StateTensors
-from ..states.sharded_gradient import Change, Cut
 from ..states.updates import FlatStates
 from ..system import compat, trace
 from .host_buffers import HostBuffers, join, round_to

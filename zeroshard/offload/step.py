@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config.offload import Offload
-from ..states.factors import multiplier
+from ..shown.factors import multiplier
 from ..states.flat import Flat
 from ..states.unit import Unit, check_no_block_open
 from ..states.updates import FlatStates, Updates

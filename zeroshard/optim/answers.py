@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..comm.fabric import Fabric
-from ..states.factors import multiplier
+from ..shown.factors import multiplier
+from ..shown.question import Question
 from ..states.flat import Flat
 from ..states.gradient import FlatGradient
-from ..states.question import Question
 from ..system import compat
 from .loss_scale import LossScaler
 
@@ -91,7 +91,7 @@ class Answers:
         self._time += 1
         found = self._known[question] = _AnswerList(numbers.unbind(), self._time)
         if question.is_two_norm and self.told_norm is not None:
-            self.told_norm(question.reduction.join(numbers))
+            self.told_norm(question.statistic.join(numbers))
         return found
 
     def _joined(self, question: Question, mine: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ class Answers:
         for lane in (self._fabric.gathers, self._fabric.model):
             if lane.group is not None and self._fabric.backend != "fake":
                 self._fabric.watchdog.note(f"what is asked of gradients: {question.text}")
-                mine = question.reduction.join(lane.gather_small(mine))
+                mine = question.statistic.join(lane.gather_small(mine))
         return mine
 
     def _of_this_rank(self, question: Question) -> Tensor:
         """The number of this rank's part of each gradient."""
         device = self._fabric.device
-        neutral = torch.full((), question.reduction.neutral, dtype=torch.float64, device=device)
+        neutral = torch.full((), question.statistic.neutral, dtype=torch.float64, device=device)
         numbers = [neutral] * self._count
         for flat in self._flats:
             if self._fabric.model.rank > 0 and not flat.divided:
@@ -130,7 +130,7 @@ class Answers:
             parts = {piece.slot: zero.expand(piece.numel) for piece in pieces}
         factors = {slot: self._factor(flat, slot, part) for slot, part in parts.items()}
         if question.is_norm:
-            order = question.reduction.order
+            order = question.statistic.order
             assert order is not None
             norms = dict(zip(parts, compat.norms(list(parts.values()), torch.float64, order), strict=True))
             return {slot: n if (f := factors[slot]) is None else n * f.abs() for slot, n in norms.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.fabric import Fabric
-from ..states.factors import Factor
+from ..shown.factors import Factor
 from ..states.flat import Flat
 from ..system import compat
 from .loss_scale import LossScaler

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..comm.fabric import Fabric
-from ..states.absent import Use
+from ..shown.absent import Use
 from ..states.flat import Flat
 from ..states.unit import Graph, Unit
 from ..system import compat
@@ -26,7 +26,7 @@ WRITING_BLOCK = "`with zeroshard.gathered(model, write=True):` on all ranks"
 
 
 class Reads:
-    """The reader of one model (``states.absent.Reader``)."""
+    """The reader of one model (``shown.absent.Reader``)."""
 
     def __init__(self, units: Sequence[Unit], lifetimes: Lifetimes, fabric: Fabric, *, refuse: bool) -> None:
         self._lifetimes, self._fabric, self._refuse = lifetimes, fabric, refuse
@@ -40,14 +40,14 @@ class Reads:
             self._bring(use)
 
     def _bring(self, use: Use) -> None:
-        for flat in use.flats:
+        for flat in _flats(use):
             self._check_lasts(flat, use)
             flat.wait_if_whole()
         units = self._units(use)
         if units:
             self._bring_units(units, use)
         if use.shows_data:
-            for flat in use.flats:
+            for flat in _flats(use):
                 flat.lend(data=True)
 
     def used_in_graph(self, use: Use, nodes: Iterable[Any]) -> None:
@@ -58,7 +58,7 @@ class Reads:
 
     def _units(self, use: Use) -> list[Unit]:
         """The units that must be gathered."""
-        return list(dict.fromkeys(self._unit_of[flat] for flat in use.flats if flat.sharded))
+        return list(dict.fromkeys(self._unit_of[flat] for flat in _flats(use) if flat.sharded))
 
     def _check_lasts(self, flat: Flat, use: Use) -> None:
         """Raises if a write to these parameters would be lost."""
@@ -104,3 +104,7 @@ class Reads:
             'visible, and reads="raise" refuses it',
             stacklevel=6,
         )
+
+
+def _flats(use: Use) -> list[Flat]:
+    return [source for source in use.sources if isinstance(source, Flat)]

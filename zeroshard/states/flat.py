@@ -29,14 +29,14 @@ from ..comm.lane import Pending
 from ..config.layout import FlatLayout, Piece, flat_layout
 from ..config.options import Precision
 from ..config.table import Extent, StateTable
+from ..shown import absent
+from ..shown.absent import Reader
+from ..shown.parameters import ShownParameters
+from ..shown.placeholder import Placeholders
 from ..system import compat
-from . import absent
-from .absent import Reader
 from .device_home import DeviceHome
 from .gradient import FlatGradient
 from .home import Home, Publication
-from .placeholder import Placeholders
-from .shown_parameters import ShownParameters
 from .turns import Turns
 
 

@@ -21,14 +21,15 @@ from torch import Tensor
 
 from ..comm import parallel
 from ..comm.fabric import DisagreementError, Fabric
+from ..shown.factors import Factor
+from ..shown.gradients import ShownGradients
+from ..shown.placeholder import Placeholders
+from ..shown.question import Elementwise, Question
+from ..shown.sharded_gradient import REMEDY, Change, Cut, ShardedGradient
 from ..system import compat
-from .factors import Factor
+from .answers import Answers
 from .local_gradient import LocalGradient
-from .placeholder import Placeholders
-from .question import Answers, Elementwise, Question
 from .reduction import Reduction
-from .sharded_gradient import REMEDY, Change, Cut, ShardedGradient
-from .shown_gradients import ShownGradients
 
 if TYPE_CHECKING:
     from .flat import Flat

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..comm import parallel
 from ..config.table import Place
-from .factors import Factor, Factors, apply_groups, multiplier
-from .sharded_gradient import Change, Cut
+from ..shown.factors import Factor, Factors, apply_groups, multiplier
+from ..shown.sharded_gradient import Change, Cut
 from .stash import Stash
 
 if TYPE_CHECKING:

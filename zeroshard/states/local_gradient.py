@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..config.bounds import DEPOSIT_BYTES
 from ..config.layout import FlatLayout
+from ..shown.factors import Factors, apply
 from ..system import compat
-from .factors import Factors, apply
 
 
 class Arrival(Enum):

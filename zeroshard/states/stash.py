@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config.layout import Piece
-from .factors import Factors, apply, apply_groups, multiplier
+from ..shown.factors import Factors, apply, apply_groups, multiplier
 
 
 class Stash:

@@ -10,9 +10,9 @@ from ..comm.fabric import Fabric
 from ..config.layout import ROOT_TITLE, UnitSpec, divide_into_flats
 from ..config.options import Precision
 from ..config.table import StateTable
+from ..shown.placeholder import Placeholders
 from ..system import compat
 from .flat import Flat, Presence
-from .placeholder import Placeholders
 
 
 class Graph:

@@ -14,16 +14,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, GetSetDescriptorType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..system import compat
 from ..system.structures import tensors_in
-
-if TYPE_CHECKING:
-    from .flat import Flat
 
 VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that show its values. All other attributes are facts."""
@@ -55,16 +52,34 @@ WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "_
 """Functions that change their first argument, besides those whose names end in an underscore."""
 
 
+class Source(Protocol):
+    """Has the values of some parameters: their flat."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+
+    @property
+    def reader(self) -> Reader | None:
+        """Brings the values to user code. None until the model is sharded."""
+
+    @property
+    def watched(self) -> bool:
+        """Whether every use of the parameters is seen."""
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of one of the parameters, in the model."""
+
+
 class Use(NamedTuple):
     """What user code does with absent parameters."""
 
     function: str
     """The name of torch's function, as users write it."""
-    flats: tuple[Flat, ...]
+    sources: tuple[Source, ...]
     names: tuple[str, ...]
     """The parameters' names, for messages."""
-    written: frozenset[Flat]
-    """Flats of parameters that the function changes in place."""
+    written: frozenset[Source]
+    """Sources of parameters that the function changes in place."""
 
     @property
     def shows_data(self) -> bool:
@@ -82,21 +97,21 @@ class Reader(Protocol):
         """Called after ``bring`` if autograd may need the values again: these nodes of its graph stand for the use."""
 
 
-_flats: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
-"""The flat of each parameter, by id. Weak: a parameter that a user keeps must not keep the model."""
+_sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
+"""The source of each parameter, by id. Weak: a parameter that a user keeps must not keep the model."""
 _absent_classes: dict[type, type] = {}
 _own_classes: dict[type, type] = {}
 
 
-def register(flat: Flat) -> None:
-    """Notes the parameters of a flat, so that their values can be found."""
-    for parameter in flat.parameters:
-        _flats[id(parameter)] = flat
+def register(source: Source) -> None:
+    """Notes the parameters of a source, so that their values can be found."""
+    for parameter in source.parameters:
+        _sources[id(parameter)] = source
 
 
-def flat_of(parameter: Tensor) -> Flat | None:
-    """The flat that a parameter belongs to. None if no sharded model has the parameter."""
-    return _flats.get(id(parameter))
+def source_of(parameter: Tensor) -> Source | None:
+    """The source that a parameter belongs to. None if no sharded model has the parameter."""
+    return _sources.get(id(parameter))
 
 
 def is_absent(tensor: object) -> bool:
@@ -129,8 +144,8 @@ def lifted(parameters: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         for parameter in marked:
-            flat = flat_of(parameter)
-            if flat is None or flat.watched:  # else a pass has shown the parameters in the meantime
+            source = source_of(parameter)
+            if source is None or source.watched:  # else a pass has shown the parameters in the meantime
                 mark_absent([parameter])
 
 
@@ -187,8 +202,8 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _describe(parameter: nn.Parameter) -> str:
-    flat = flat_of(parameter)
-    kind, name = _own_classes[type(parameter)].__name__, "" if flat is None else f" {flat.name_of(parameter)!r}"
+    source = source_of(parameter)
+    kind, name = _own_classes[type(parameter)].__name__, "" if source is None else f" {source.name_of(parameter)!r}"
     facts = f"shape={tuple(parameter.shape)}, dtype={parameter.dtype}, device={str(parameter.device)!r}"
     return f"{kind}{name} (its value is not here; {facts}, requires_grad={parameter.requires_grad})"
 
@@ -231,11 +246,11 @@ def _answer(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     changed = {id(p) for p in _changed_arguments(function, args, kwargs) if is_absent(p)}
     by_reader: dict[Reader, list[Tensor]] = {}
     for parameter in parameters:
-        flat = flat_of(parameter)
-        if flat is None:
+        source = source_of(parameter)
+        if source is None:
             raise RuntimeError(f"{_title(parameter)} belonged to a sharded model that is gone, and its value with it")
-        if flat.reader is not None:
-            by_reader.setdefault(flat.reader, []).append(parameter)
+        if source.reader is not None:
+            by_reader.setdefault(source.reader, []).append(parameter)
     uses = {reader: _use(name, members, changed) for reader, members in by_reader.items()}
     for reader, use in uses.items():
         reader.bring(use)
@@ -249,10 +264,10 @@ def _answer(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _use(function: str, parameters: list[Tensor], changed: set[int]) -> Use:
-    flats = [flat for parameter in parameters if (flat := flat_of(parameter)) is not None]
-    names = tuple(flat.name_of(parameter) for flat, parameter in zip(flats, parameters, strict=True))
-    written = frozenset(flat for flat, p in zip(flats, parameters, strict=True) if id(p) in changed)
-    return Use(function, tuple(dict.fromkeys(flats)), names, written)
+    sources = [source for parameter in parameters if (source := source_of(parameter)) is not None]
+    names = tuple(source.name_of(parameter) for source, parameter in zip(sources, parameters, strict=True))
+    written = frozenset(source for source, p in zip(sources, parameters, strict=True) if id(p) in changed)
+    return Use(function, tuple(dict.fromkeys(sources)), names, written)
 
 
 def _changed_arguments(function: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -264,7 +279,7 @@ def _changed_arguments(function: Any, args: Any, kwargs: dict[str, Any]) -> Iter
 
 
 def _title(parameter: Tensor) -> str:
-    flat = flat_of(parameter)
-    if flat is None:
+    source = source_of(parameter)
+    if source is None:
         return f"a parameter of shape {tuple(parameter.shape)}"
-    return f"parameter {flat.name_of(parameter)!r}"
+    return f"parameter {source.name_of(parameter)!r}"

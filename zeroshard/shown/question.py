@@ -10,21 +10,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .gradient import FlatGradient
 
 Elementwise = Callable[[Tensor], Tensor]
 """Maps each element of a gradient by itself."""
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """How a gradient becomes one number."""
+class Statistic:
+    """How a gradient becomes one number: a norm, a sum, a largest element."""
 
     text: str
     part: Callable[[Tensor], Tensor]
@@ -42,48 +39,28 @@ class Question:
     """What is asked of a gradient. Two questions are the same if they have the same text."""
 
     text: str
-    reduction: Reduction = field(compare=False)
+    statistic: Statistic = field(compare=False)
     mapping: Elementwise | None = field(compare=False, default=None)
     """Is applied to the elements before they are reduced."""
 
     def of_part(self, values: Tensor) -> Tensor:
         """The number of a part of one gradient, in fp64."""
         if not values.numel():
-            return torch.full((), self.reduction.neutral, dtype=torch.float64, device=values.device)
+            return torch.full((), self.statistic.neutral, dtype=torch.float64, device=values.device)
         mapped = values if self.mapping is None else self.mapping(values)
-        return self.reduction.part(mapped).to(torch.float64)
+        return self.statistic.part(mapped).to(torch.float64)
 
     @property
     def is_norm(self) -> bool:
         """Whether this is a norm of the gradients themselves, which factors may be applied to afterwards."""
-        return self.mapping is None and self.reduction.order is not None and self.reduction.order != 0
+        return self.mapping is None and self.statistic.order is not None and self.statistic.order != 0
 
     @property
     def is_two_norm(self) -> bool:
-        return self.mapping is None and self.reduction.order == 2
+        return self.mapping is None and self.statistic.order == 2
 
 
-class Answers(Protocol):
-    """Answers what user code asks of the gradients of one model."""
-
-    @property
-    def scale(self) -> float:
-        """The loss scale that the averaged gradients are multiplied by. 1 without loss scaling."""
-
-    def answer(self, gradient: FlatGradient, index: int, question: Question) -> Tensor:
-        """The answer for one parameter's whole gradient, in fp64. Collective, unless it is known."""
-
-    def agree(self, what: str) -> None:
-        """Brings all ranks to the same averaged gradients, if they are not there yet. Collective then."""
-
-    def changed(self, gradient: FlatGradient, index: int) -> None:
-        """A gradient has changed, so that earlier answers about it do not hold."""
-
-    def forget(self) -> None:
-        """All gradients have changed, so that no answer holds."""
-
-
-def norm(order: float) -> Reduction:
+def norm(order: float) -> Statistic:
     """The vector norm of some order."""
     text = f"norm of order {order:g}"
 
@@ -92,17 +69,17 @@ def norm(order: float) -> Reduction:
         return result
 
     if order == math.inf:
-        return Reduction(text, part, _largest, 0.0, order)
+        return Statistic(text, part, _largest, 0.0, order)
     if order == -math.inf:
-        return Reduction(text, part, _smallest, math.inf, order)
+        return Statistic(text, part, _smallest, math.inf, order)
     if order == 0:
-        return Reduction(text, part, _total, 0.0, order)
+        return Statistic(text, part, _total, 0.0, order)
 
     def join(norms: Tensor) -> Tensor:
         total = norms.square().sum(0) if order == 2 else norms.pow(order).sum(0)
         return total.sqrt() if order == 2 else total.pow(1.0 / order)
 
-    return Reduction(text, part, join, 0.0 if order > 0 else math.inf, order)
+    return Statistic(text, part, join, 0.0 if order > 0 else math.inf, order)
 
 
 def _total(numbers: Tensor) -> Tensor:
@@ -117,12 +94,12 @@ def _smallest(numbers: Tensor) -> Tensor:
     return numbers.amin(0)
 
 
-TOTAL = Reduction("sum", lambda values: values.sum(dtype=torch.float64), _total, 0.0)
-LARGEST = Reduction("max", torch.amax, _largest, -math.inf)
-SMALLEST = Reduction("min", torch.amin, _smallest, math.inf)
-ALL = Reduction("all", torch.all, _smallest, 1.0)
-ANY = Reduction("any", torch.any, _largest, 0.0)
-NONZERO = Reduction("count_nonzero", torch.count_nonzero, _total, 0.0)
+TOTAL = Statistic("sum", lambda values: values.sum(dtype=torch.float64), _total, 0.0)
+LARGEST = Statistic("max", torch.amax, _largest, -math.inf)
+SMALLEST = Statistic("min", torch.amin, _smallest, math.inf)
+ALL = Statistic("all", torch.all, _smallest, 1.0)
+ANY = Statistic("any", torch.any, _largest, 0.0)
+NONZERO = Statistic("count_nonzero", torch.count_nonzero, _total, 0.0)
 
 FINITE = Question("all of isfinite(the gradient)", ALL, torch.isfinite)
 """Whether all elements are finite."""
@@ -132,7 +109,7 @@ FINITE = Question("all of isfinite(the gradient)", ALL, torch.isfinite)
 class Reading:
     """A function of torch that reduces a whole tensor, with its arguments."""
 
-    reduction: Reduction
+    statistic: Statistic
     dtype: torch.dtype
     """Of the answer."""
     is_mean: bool = False
@@ -163,14 +140,14 @@ def _parse(name: str, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[t
     if given:
         return None
     if "norm" not in name:
-        reduction = REDUCTIONS[name]
+        statistic = REDUCTIONS[name]
     elif name == "linalg_norm" and order is not None:
         return None  # the norm of a matrix
     elif isinstance(order, str) and order not in ("fro", "inf", "-inf"):
         return None
     else:
-        reduction = norm(2.0 if order is None or order == "fro" else float(order))
-    return Reading(reduction, asked_dtype or _answer_dtype(name, dtype), is_mean=name == "mean")
+        statistic = norm(2.0 if order is None or order == "fro" else float(order))
+    return Reading(statistic, asked_dtype or _answer_dtype(name, dtype), is_mean=name == "mean")
 
 
 def _answer_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

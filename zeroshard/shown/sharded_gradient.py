@@ -275,7 +275,7 @@ def _reduce(gradient: ShardedGradient, func: Any, args: tuple[Any, ...], kwargs:
     if subject.is_empty:  # no rank has a part of it
         answer: Tensor = func(torch.empty(gradient.shape, dtype=subject.dtype, device=gradient.device), *args, **kwargs)
         return answer
-    question = Question(f"{reading.reduction.text} of {subject.text}", reading.reduction, subject.mapping)
+    question = Question(f"{reading.statistic.text} of {subject.text}", reading.statistic, subject.mapping)
     number = gradient.owner.ask(subject.index, question)
     if reading.is_mean:
         number = number / gradient.numel()
