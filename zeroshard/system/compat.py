@@ -373,7 +373,10 @@ def fingerprint(tensor: Tensor) -> Tensor | None:
     if is_fake(tensor):
         return None
     bits = tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
-    return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
+    parts = bits.split(1 << 22)  # the products are wider than the tensor
+    places = torch.arange(1, len(parts[0]) + 1, device=bits.device)
+    sums = [(part * places[: len(part)]).sum() * (2 * number + 1) for number, part in enumerate(parts)]
+    return torch.stack(sums).sum()
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
