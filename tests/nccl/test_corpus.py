@@ -1,4 +1,4 @@
-"""The corpus of loops on two NCCL ranks that share a GPU gives what DDP gives."""
+"""Loops of the corpus on two NCCL ranks that share a GPU give what DDP gives."""
 
 from __future__ import annotations
 
@@ -13,29 +13,40 @@ from tests.nccl.processes import on_nccl
 
 TOLERANCE = 1e-4
 """Relative distance from DDP. The GPU's kernels may add in no fixed order, and Adam enlarges small differences."""
-SETTINGS = [Setting(1, False), Setting(2, True), Setting(3, False), Setting(3, True)]
-LEFT_OUT = ("profiler", "anomaly_mode", "compile_model", "compile_blocks", "trainer", "accelerate", "lightning")
-"""Loops around libraries and compilers, which take long and show nothing about a GPU."""
+GRADIENTS = ["nanogpt", "clip_by_value", "log_gradient_norms", "gradient_noise", "scale_gradients", "grad_scaler"]
+WEIGHTS = ["log_weights", "ema_by_hand", "averaged_model", "wgan", "early_stopping", "l2_term", "forward_hooks"]
+PASSES = ["sam", "gradient_penalty", "double_backward", "gan", "several_heads", "functional", "recompute"]
 
 
-@on_nccl(2)
-def test_the_loops_of_the_corpus_give_what_ddp_gives() -> None:
+def give_what_ddp_gives(names: list[str], *settings: Setting) -> None:
     torch.set_default_device("cuda")
     failed = []
-    for loop in LOOPS.values():
-        if loop.name in LEFT_OUT:
-            continue
+    for loop in map(LOOPS.__getitem__, names):
         expected = run(loop, None)
-        for setting in SETTINGS:
-            refusal = loop.refusal(setting)
-            if refusal is not None and refusal.line is None:
-                continue
+        for setting in settings:
             problem = ""
             try:
-                assert_equal(run(loop, setting, line=refusal is not None), expected, TOLERANCE)
+                assert_equal(run(loop, setting, line=loop.refusal(setting) is not None), expected, TOLERANCE)
             except Exception:
                 problem = traceback.format_exc(limit=-5)
             problems = ["", ""]
             dist.all_gather_object(problems, problem)
             failed += [f"{loop.name} in {setting}: {each}" for each in problems if each][:1]
+            if dist.get_rank() == 0:
+                print(loop.name, setting, "failed" if any(problems) else "good", flush=True)
     assert not failed, "\n".join(failed)
+
+
+@on_nccl(2)
+def test_loops_that_look_at_gradients() -> None:
+    give_what_ddp_gives(GRADIENTS, Setting(2, offload=False), Setting(2, offload=True), Setting(3, offload=False))
+
+
+@on_nccl(2)
+def test_loops_that_look_at_weights() -> None:
+    give_what_ddp_gives(WEIGHTS, Setting(1, offload=False), Setting(3, offload=False), Setting(3, offload=True))
+
+
+@on_nccl(2)
+def test_loops_with_unusual_passes() -> None:
+    give_what_ddp_gives(PASSES, Setting(2, offload=False), Setting(3, offload=False))
