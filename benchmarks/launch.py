@@ -62,7 +62,9 @@ def run(tree: Path, stage: int, device: str) -> float:
 def main() -> None:
     """Prints a line for each stage."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--before", type=Path, help="folder of the version to compare with")
+    parser.add_argument(
+        "--before", type=lambda text: Path(text).resolve(), help="folder of the version to compare with"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--rounds", type=int, default=5)
@@ -72,7 +74,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.measure, arguments.device)))
         return
     for stage in arguments.stages:
-        trees = {"now": HERE} | ({} if arguments.before is None else {"before": arguments.before})
+        trees = {"now": HERE} | ({} if arguments.before is None else {"before": arguments.before.resolve()})
         times: dict[str, list[float]] = {name: [] for name in trees}
         for _ in range(arguments.rounds):
             for name, tree in trees.items():

@@ -59,6 +59,21 @@ def test_private_names_of_torch_are_only_in_compat() -> None:
                 assert not any(name.startswith("_") for name in names), f"{path.name}:{node.lineno}"
 
 
+NAMES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "as_tensor")
+FACTORIES = {f"torch.{name}" for name in NAMES}
+"""Functions of torch that make a tensor on the device that the user has set as default, unless they are told."""
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] in ("plan", "train", "calibrate", "cli"):  # they run in their own process
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES:
+                named = any(keyword.arg == "device" for keyword in node.keywords)
+                assert named, f"{path.name}:{node.lineno} makes a tensor wherever the user's default device is"
+
+
 def test_the_plans_maths_import_no_distributed() -> None:
     for path in (PACKAGE / "plan").glob("*.py"):
         if path.stem != "dryrun":  # which runs things

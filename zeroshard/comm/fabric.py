@@ -172,7 +172,7 @@ class Fabric:
         if self._alone:
             return values
         self.watchdog.note(where)
-        host = torch.tensor(values, dtype=torch.int64)
+        host = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self._side is None:
             with self.gathers.blaming_stalls(where):
                 work = work_of(dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group, async_op=True))

@@ -145,7 +145,7 @@ class _OpenFiles(ExitStack):
             scalar: Tensor = self._open[entry.file].get_tensor(entry.name)
             return scalar.reshape(1)
         if stop == start:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         row = math.prod(slot.shape[1:])
         first, last = start // row, -(-stop // row)
         offset, *offsets = slot.box.offsets if slot.box is not None else [0] * len(slot.shape)

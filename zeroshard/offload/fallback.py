@@ -42,7 +42,7 @@ def _adam(segment: Segment, rule: AdamRule, gradient: Tensor) -> None:
         [first],
         [second],
         [],
-        [torch.tensor(float(rule.step - 1))],  # torch adds 1 to the step count
+        [torch.tensor(float(rule.step - 1), device="cpu")],  # torch adds 1 to the step count
         fused=True,
         amsgrad=False,
         beta1=rule.beta1,

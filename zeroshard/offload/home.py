@@ -112,7 +112,7 @@ class HostHome(Home, FlatStates):
         return join(high, buffers.stored)
 
     def loading(self) -> Tensor:
-        return torch.zeros(self.buffers.numel) if self.joins_master else self.buffers.stored
+        return torch.zeros(self.buffers.numel, device="cpu") if self.joins_master else self.buffers.stored
 
     def shown(self) -> Tensor:
         self._pipeline.settle()
@@ -261,7 +261,7 @@ class HostHome(Home, FlatStates):
             )
         norm = self._norm
         if self.received > 1 or norm is None:
-            norm = torch.tensor(self.transfer.square_sum() ** 0.5, dtype=torch.float64)
+            norm = torch.tensor(self.transfer.square_sum() ** 0.5, dtype=torch.float64, device="cpu")
         return norm.to(self._pipeline.device, non_blocking=True)
 
     def discard(self, slot: int) -> None:
@@ -336,7 +336,7 @@ class HostHome(Home, FlatStates):
             if count:
                 state: dict[str, Any] = dict(self.buffers.moments(piece))
                 if self._step.counts_matter:
-                    state["step"] = torch.tensor(float(count))
+                    state["step"] = torch.tensor(float(count), device="cpu")
                 found[self.flat.pieces[piece]] = state
         return found
 

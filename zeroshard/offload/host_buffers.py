@@ -130,7 +130,7 @@ class HostBuffers:
     def total(self) -> Tensor:
         """The buffer for sums, made with the first call."""
         if "total" not in self.tensors:
-            self.tensors["total"] = torch.empty(self.numel, dtype=torch.float32)
+            self.tensors["total"] = torch.empty(self.numel, dtype=torch.float32, device="cpu")
         return self.tensors["total"]
 
 

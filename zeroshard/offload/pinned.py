@@ -40,7 +40,7 @@ class HostBlock:
         self.size = size
         self._used = 0
         if dry:  # a shape without memory
-            self.memory = torch.empty(size, dtype=torch.uint8)
+            self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
             return
         # Anonymous pages are zero at first. Huge pages save the update half of its address translations.
         self._pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -103,7 +103,7 @@ class Factor:
         self._value = value
         self._arrival: torch.cuda.Event | None = None
         if value is not None and value.is_cuda:
-            self._value = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._value = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
             self._value.copy_(value, non_blocking=True)
             self._arrival = torch.cuda.Event(blocking=True)
             self._arrival.record()

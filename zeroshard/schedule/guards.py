@@ -19,7 +19,7 @@ from ..states.unit import Unit
 from ..system import compat
 from ..system.hook import Hook
 
-_random = torch.Generator()
+_random = torch.Generator("cpu")
 """For values that no other memory has by chance. The user's random numbers stay as they are."""
 LOAD_REMEDY = "load inside `with zeroshard.gathered(model, write=True):`, or before zeroshard.shard()"
 

@@ -179,7 +179,7 @@ class ShardedGradient(Tensor):
             return func(*map_tensors(value_of, args), **map_tensors(value_of, kwargs))  # type: ignore[no-any-return]
 
         subject = self.subject
-        dtype = mapping(torch.empty(0, dtype=subject.dtype)).dtype
+        dtype = mapping(torch.empty(0, dtype=subject.dtype, device="cpu")).dtype
         if name in CASTS and dtype is subject.dtype:
             return self
         text = f"{name}({', '.join(_text_of(a) for a in (*args, *kwargs.items()))})"

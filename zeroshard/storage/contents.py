@@ -151,7 +151,9 @@ def _values_of(flat: Flat, fabric: Fabric, masters: _Masters) -> Iterator[Item]:
         for slot in flat.layout.slots:
             if 0 in slot.whole_shape:
                 region = Region(whole(slot.whole_shape), 0, 0)
-                yield _item(name_of(slot.name), VALUE, slot.whole_shape, region, torch.empty(0, dtype=dtype))
+                yield _item(
+                    name_of(slot.name), VALUE, slot.whole_shape, region, torch.empty(0, dtype=dtype, device="cpu")
+                )
     if not flat.trainable:
         yield from _pieces(
             flat, pieces, VALUE, flat.dtype, lambda: flat.parameters_at_rest, part.start - flat.at_rest.start

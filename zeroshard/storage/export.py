@@ -76,7 +76,7 @@ class Source:
         """A whole tensor. A 16-bit parameter is rounded from its master as the run did it."""
         kind, shape = self._kind(name), self.shape(name)
         stored = self._index.dtype(name, kind)
-        flat = torch.empty(math.prod(shape), dtype=stored)
+        flat = torch.empty(math.prod(shape), dtype=stored, device="cpu")
         self._reader.read(name, kind, Region(whole(shape), 0, flat.numel()), flat)
         wanted = dtype or self.dtype(name)
         if wanted is not stored:

@@ -258,7 +258,7 @@ def _fill(reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimize
         if optimizer is not None and flat.trainable:
             _fill_states(reader, flat, optimizer)
             if flat.home.delays and _has_older(reader.index, flat):
-                older[flat] = torch.zeros(flat.own.numel)
+                older[flat] = torch.zeros(flat.own.numel, device="cpu")
                 _read_range(reader, flat, SHOWN, flat.own, older[flat])
     for name, buffer in buffers_of(runtime):
         part = parallel.local(buffer.data)

@@ -165,7 +165,7 @@ class CheckpointReader:
         """A tensor inside a rank's values, in the dtype in which it is stored."""
         for entry in self.index.parts[rank].entries:
             if (entry.name, entry.kind) == (name, tensor_kind(rank)):
-                flat = torch.empty(entry.region.numel, dtype=entry.dtype)
+                flat = torch.empty(entry.region.numel, dtype=entry.dtype, device="cpu")
                 self.read(name, entry.kind, entry.region, flat)
                 return flat.reshape(entry.shape)
         raise CheckpointError(f"{self.index.folder}: rank {rank} has no tensor {name!r}")
@@ -203,7 +203,7 @@ def _map(index: Index, rank: int) -> Tensor:
     part = index.parts[rank]
     with _opened(index, part) as opened:
         if part.size == part.header:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # as torch wants it; never written
     return torch.frombuffer(mapped, dtype=torch.uint8, offset=part.header)
 

@@ -135,5 +135,5 @@ def _decode_tagged(value: dict[str, Any], where: str, large: Callable[[str], Ten
             dtype, shape = DTYPES[value["dtype"]], [int(size) for size in value["shape"]]
             if len(bits) > SMALL_BYTES or len(bits) != math.prod(shape) * dtype.itemsize:
                 raise EncodingError(f"{where} holds a tensor of {shape} with {len(bits)} bytes")
-            return torch.tensor(list(bits), dtype=torch.uint8).view(dtype).reshape(shape)
+            return torch.tensor(list(bits), dtype=torch.uint8, device="cpu").view(dtype).reshape(shape)
     raise EncodingError(f"{where} holds a {value[TAG]!r}, which this version does not know")

@@ -44,7 +44,7 @@ def write_part(folder: Path, token: str, rank: int, contents: Contents) -> None:
             entry, values = item.entry, item.read().detach().reshape(-1)
             assert (values.dtype, values.numel()) == (entry.dtype, entry.region.numel), entry.key
             if values.is_cuda and staging is None:
-                staging = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
+                staging = torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
             checksums = tuple(_write_chunk(file.fileno(), chunk) for chunk in _chunks(values, staging))
             entries[place] = entry.stored(entries[place].offset, checksums)
             flusher.wrote(entry.nbytes)
