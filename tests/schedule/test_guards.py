@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -21,6 +22,7 @@ from tests.models import Net, loss_of, net
 from tests.ranks import on_ranks
 from tests.schedule.moments import MOMENTS, at_moment
 from tests.training import (
+    INNER,
     adamw,
     another_state,
     assert_nobody_noticed,
@@ -188,15 +190,13 @@ def test_a_state_dict_inside_gathered_is_right_and_can_be_used_afterwards(stages
 
 
 @on_ranks(2)
-def test_loading_a_state_dict_in_stage_three_raises_outside_gathered_and_names_the_remedy() -> None:
-    other = net(depth=2, width=13)
-    for moment in MOMENTS:
-        model, _, _ = at_moment(moment, stage=3)
-        before = weights(model)
-        with pytest.raises(RuntimeError, match=r"gathered\(model, write=True\)"):
-            model.load_state_dict(other.state_dict())
-        if moment in ("shard", "backward", "step"):
-            assert_same(weights(model), before)
+def test_a_state_dict_that_rank_zero_loads_alone_in_stage_three_is_refused_and_changes_nothing() -> None:
+    before = dict(trained_plainly(1).state_dict())
+    model, optimizer, _ = at_moment("step", stage=3)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(\).*rank 1 did not"):
+            model.blocks[1].load_state_dict(net(depth=2).blocks[1].state_dict())
+    assert_nobody_noticed(model, optimizer, before)
 
 
 @in_stages
@@ -214,32 +214,34 @@ def test_a_state_dict_loaded_inside_gathered_counts_and_survives_the_next_step(s
         assert_same(weights(model), expected)
 
 
+@in_stages
 @on_ranks(2)
-def test_a_state_dict_loaded_directly_counts_where_parameters_are_whole_at_rest() -> None:
+def test_a_state_dict_loaded_directly_counts_and_survives_the_next_step(stages: Stages) -> None:
     state = another_state()
     expected = trained_plainly_from(state, 1)
-    for stage in (0, 1, 2):
-        model, optimizer = shard(stage=stage)
-        train(model, optimizer, 0)
-        model.load_state_dict(state)
-        assert_same(dict(model.state_dict()), state)
-        train(model, optimizer, 1)
-        assert_same(weights(model), expected)
+    for stage in stages:
+        for moment in MOMENTS:
+            model, optimizer, _ = at_moment(moment, stage)
+            model.get_parameter(INNER).norm()  # a unit that was read before
+            model.load_state_dict(state)
+            assert_same(weights(model), state)
+            assert_same(dict(model.state_dict()), state)
+            optimizer.zero_grad()
+            train(model, optimizer, 1)
+            assert_same(weights(model), expected)
 
 
 @in_stages
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"offload": "cpu"}], ids=str)
 @on_ranks(2)
-def test_a_loaded_state_dict_reaches_the_masters_of_sixteen_bit_parameters(stages: Stages) -> None:
+def test_a_loaded_state_dict_reaches_the_masters(stages: Stages, options: dict[str, Any]) -> None:
     state = another_state()
     for stage in stages:
-        model, optimizer = shard(stage=stage, precision="bf16")
+        model, optimizer = shard(stage=stage, **options)
         train(model, optimizer, 0)
-        if stage == 3:
-            with zeroshard.gathered(model, write=True):
-                model.load_state_dict(state)
-        else:
-            model.load_state_dict(state)
-        rounded = {name: value.bfloat16() for name, value in state.items()}
+        model.load_state_dict(state)
+        dtype = torch.bfloat16 if "precision" in options else torch.float32
+        rounded = {name: value.to(dtype) for name, value in state.items()}
         assert_same(weights(model), rounded)
         for group in optimizer.param_groups:
             group["lr"] = 0.0

@@ -1,7 +1,7 @@
 """Guards on what users do to a sharded model besides training it.
 
-``load_state_dict()`` and ``.to()`` either work on a sharded model, or raise and name the remedy. ``state_dict()`` reads
-parameters as any other code does (``reads.py``).
+``state_dict()`` reads parameters as any other code does (``reads.py``). ``load_state_dict()`` gathers the parameters
+that it writes to, and each rank takes its part. ``.to()`` either changes nothing, or raises and names the remedy.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..shown.absent import Use
 from ..states.flat import Flat
 from ..states.unit import Unit
 from ..system import compat
@@ -21,7 +22,6 @@ from ..system.hook import Hook
 
 _random = torch.Generator("cpu")
 """For values that no other memory has by chance. The user's random numbers stay as they are."""
-LOAD_REMEDY = "load inside `with zeroshard.gathered(model, write=True):`, or before zeroshard.shard()"
 
 
 class Guards:
@@ -31,7 +31,8 @@ class Guards:
         self, model: nn.Module, units: Sequence[Unit], device: torch.device, finish_updates: Callable[[], None]
     ) -> None:
         self._finish_updates = finish_updates
-        flat_of = {id(p): flat for unit in units for flat in unit.flats for p in flat.parameters}
+        self._unit_of = {flat: unit for unit in units for flat in unit.flats}
+        flat_of = {id(p): flat for flat in self._unit_of for p in flat.parameters}
         for name, module in model.named_modules():
             flats = list(dict.fromkeys(flat_of[id(p)] for p in module.parameters(recurse=False)))
             if flats:
@@ -50,11 +51,12 @@ class Guards:
                 "load_state_dict(assign=True) would cut the parameters off their shards; leave assign out"
             )
         for flat in flats:
-            _check_here(flat, prefix)
             if flat.home.held:
                 self._finish_updates()  # else a delayed update would overwrite the loaded values
-            flat.wait()
-            flat.home.before_write()
+            if not self._unit_of[flat].open_blocks:
+                if flat.sharded and flat.reader is not None:
+                    flat.reader.bring(Use("load_state_dict()", (flat,), (flat.layout.slots[0].name,), frozenset()))
+                flat.begin_load()
 
 
 def _before_state_dict(flats: list[Flat], module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -63,17 +65,9 @@ def _before_state_dict(flats: list[Flat], module: nn.Module, prefix: str, keep_v
             flat.lend()  # else a release would empty the caller's views
 
 
-def _check_here(flat: Flat, prefix: str) -> None:
-    if flat.sharded and not flat.lent:
-        name = prefix.rstrip(".") or "the model"
-        raise RuntimeError(f"load_state_dict(): the parameters of {name!r} are divided among the ranks; {LOAD_REMEDY}")
-
-
 def _after_load(flats: list[Flat], module: nn.Module, incompatible_keys: Any) -> None:
-    with torch.no_grad():
-        for flat in flats:
-            if not flat.sharded:
-                flat.refresh_master()
+    for flat in flats:
+        flat.end_load()
 
 
 def _conversion(

@@ -95,6 +95,8 @@ class Flat:
         """User code saw the parameters and may have stored a view. A release then leaves the storage to that view."""
         self._fingerprint: Tensor | None = None
         """Of parameters that user code may write to past autograd, through ``.data`` or numpy, and lose the write."""
+        self._loading = False
+        """``load_state_dict()`` writes to gathered parameters. What it has written counts when they are released."""
         self.reader: Reader | None = None
         """Brings values to user code that uses absent parameters. None until the model is sharded."""
         self._turns = Turns()
@@ -272,6 +274,7 @@ class Flat:
         self._finish_gather()
         written = False
         if self.presence is Presence.PRESENT:
+            self.end_load()
             self._check_versions()
             written = self.data_written()
             self._shown.hide()
@@ -339,12 +342,28 @@ class Flat:
         """Takes rank 0's present values as new values. Where a value is unchanged, the master is unchanged too."""
         assert self.presence is Presence.PRESENT
         self._fabric.broadcast(self.whole, divided=self.divided)
+        self.take_written()
+
+    def begin_load(self) -> None:
+        """Called before ``load_state_dict()`` writes to parameters that are present, on all ranks."""
+        self.wait()
+        self._fingerprint = None
+        self.home.before_write()
+        self._loading = True
+
+    def end_load(self) -> None:
+        """Takes what ``load_state_dict()`` has written."""
+        if self._loading:
+            self._loading = False
+            with torch.no_grad():
+                self.take_written()
+            self.home.after_write()
+            self.watch()
+
+    def take_written(self) -> None:
+        """Makes shard and master follow parameters that were written where they are, after ``home.before_write``."""
         if self.sharded and not self.home.fills_shard:
             self.shard.copy_(self._shard_of(self.whole))
-        self.refresh_master()
-
-    def refresh_master(self) -> None:
-        """Makes the master follow parameters that were written where they are, after ``home.before_write``."""
         self._shown.accept_writes()
         self.home.follow(self.whole[self.own.start : self.own.stop])
 

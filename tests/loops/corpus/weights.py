@@ -131,11 +131,8 @@ def average_checkpoints(parallel: Parallel) -> Log:
     return {"losses": losses, "average": average, "score": final(x).square().mean().item()}
 
 
-@corpus.loop(
-    "early stopping: `state_dict()` in memory, restored by `load_state_dict()`",
-    Refusal(STAGE_3, r"load_state_dict\(\).*gathered\(model, write=True\)", WRITE),
-)
-def early_stopping(parallel: Parallel, line: bool = False) -> Log:
+@corpus.loop("early stopping: `state_dict()` in memory, restored by `load_state_dict()`")
+def early_stopping(parallel: Parallel) -> Log:
     net = Net(depth=2)
     model, optimizer = parallel(net, torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9))
     losses, best, best_state = [], float("inf"), {}
@@ -151,8 +148,7 @@ def early_stopping(parallel: Parallel, line: bool = False) -> Log:
             score = F.mse_loss(model(held_out[0]), held_out[1]).item()
         if score < best:
             best, best_state = score, copy.deepcopy(net.state_dict())
-    with when(line, zeroshard.gathered, model, write=True):
-        net.load_state_dict(best_state)
+    net.load_state_dict(best_state)
     with torch.no_grad():
         score = F.mse_loss(model(held_out[0]), held_out[1]).item()
     return {"losses": losses, "best": best, "score": score}
