@@ -74,6 +74,7 @@ class Flat:
         self.alone = fabric.data_parallel == 1
         """Whether no other rank computes gradients of the same parameters."""
         self.parameters = [parameter for _, parameter in members]
+        self._names = {id(parameter): name for name, parameter in members}
         self.trainable = self.parameters[0].requires_grad
         self.origin_dtype = self.parameters[0].dtype
         self.dtype = precision.parameters or self.origin_dtype
@@ -114,8 +115,7 @@ class Flat:
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of one of the parameters, in the model."""
-        index = next(index for index, member in enumerate(self.parameters) if member is parameter)
-        return self.layout.slots[index].name
+        return self._names[id(parameter)]
 
     @property
     def gradient(self) -> FlatGradient:
