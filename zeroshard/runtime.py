@@ -163,6 +163,9 @@ class Runtime(NotCopyable):
         during, flats = self.fabric.watchdog.during, [flat for unit in units for flat in unit.flats]
         if write:
             self.finish_updates()  # otherwise a delayed update would overwrite the user's values
+        if lend:
+            for flat in flats:
+                flat.accept_writes()  # otherwise the end of the block would find them
         absent = [unit for unit in units if not unit.present]
         watched = [flat for flat in flats if flat.watched]
         try:
@@ -268,6 +271,7 @@ class Runtime(NotCopyable):
         self._structure.check()
 
     def agree(self, purpose: str) -> None:
+        self.schedule.discard_failed_backward()
         with compat.label("zeroshard.agree"):
             is_new = self.reducer.agree(purpose)
         if is_new and self.optimizer is not None:

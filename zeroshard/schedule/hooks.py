@@ -106,7 +106,17 @@ class Schedule:
     def _begin_forward(self) -> None:
         self._structure.check()
         self._watchdog.begin_pass(FORWARD if torch.is_grad_enabled() else EVALUATION)
-        if self._backward_running:
+        self.discard_failed_backward()
+        self._check_still_frozen()
+        read_user_changes(self._reducer.gradients)
+        if not any(any(gradient.used) for gradient in self._reducer.gradients):
+            self._faults.begin()
+        self._running.clear()
+        self.lifetimes.begin_forward()
+
+    def discard_failed_backward(self) -> None:
+        """Forgets all gradients if the last backward raised: nobody can tell which of them are complete."""
+        if self._backward_running and not compat.in_backward():
             warnings.warn(
                 "the last backward did not finish: its gradients, and all others since the last step, are discarded",
                 stacklevel=2,
@@ -114,12 +124,6 @@ class Schedule:
             self._backward_running = False
             self._reducer.clear()
             self.lifetimes.abandon_backward()
-        self._check_still_frozen()
-        read_user_changes(self._reducer.gradients)
-        if not any(any(gradient.used) for gradient in self._reducer.gradients):
-            self._faults.begin()
-        self._running.clear()
-        self.lifetimes.begin_forward()
 
     def _check_still_frozen(self) -> None:
         with compat.plain():  # absent parameters would take longer to answer

@@ -200,6 +200,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _attribute(func, name, args)
     if name not in FACTS:
         _check_functions(args, kwargs)
+    for tensor in tensors_in(kwargs.get("out")):
+        if isinstance(tensor, ShardedGradient):
+            tensor.refuse(f"{name}(out=...)")
     if name.startswith("_foreach_"):
         return _for_each(name.removeprefix("_foreach_"), args, kwargs)
     if name == compat.UNSCALE:

@@ -190,6 +190,7 @@ class Flat:
         self._shown.views = self.views_of(self.whole)
         self._shown.show()
         self.release()
+        self.watch()
 
     def _shard_of(self, whole: Tensor) -> Tensor:
         return whole[self.shard_range.start : self.shard_range.stop]
@@ -280,10 +281,11 @@ class Flat:
             self._shown.hide()
         if self.lent or not self.whole.untyped_storage().resizable():  # numpy may use the memory
             self.lent = False
-            self.whole = torch.empty_like(self.whole)
-            self._shown.views = self.views_of(self.whole)
-            if self.home.fills_shard:
-                self.shard = self._shard_of(self.whole)
+            with torch.inference_mode(False):  # else no later pass could train with this memory
+                self.whole = torch.empty_like(self.whole)
+                self._shown.views = self.views_of(self.whole)
+                if self.home.fills_shard:
+                    self.shard = self._shard_of(self.whole)
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
         if written:
@@ -366,6 +368,11 @@ class Flat:
             self.shard.copy_(self._shard_of(self.whole))
         self._shown.accept_writes()
         self.home.follow(self.whole[self.own.start : self.own.stop])
+
+    def accept_writes(self) -> None:
+        """Takes the writes until now, where writes last. Raises elsewhere."""
+        self.check_unwritten()
+        self._shown.accept_writes()
 
     def take_written_names(self) -> list[str]:
         """Names of parameters that were written in place since the last call."""
