@@ -234,7 +234,7 @@ def test_torchs_data_parallelism_around_a_sharded_model_is_refused_at_its_constr
         for name in ("DistributedDataParallel", "DataParallel"):
             model, optimizer = shard(stage=stage)
             for wrapped in (model, model.blocks[0], nn.Sequential(torch.compile(model)), model.last):
-                with refused(f"{name} in stage {stage}", f"{name} around a sharded model .*leave {name} out"):
+                with refused(f"{name} in stage {stage}", f"{name} was put around a sharded model .*leave {name} out"):
                     WRAPPERS[name](wrapped)
             with refused("DDP, as Accelerate makes it", r"prepare_model\(model, evaluation_mode=True\).*Trainer"):
                 DistributedDataParallel(model)
@@ -242,7 +242,7 @@ def test_torchs_data_parallelism_around_a_sharded_model_is_refused_at_its_constr
             other = nn.Linear(2, 2)
             assert WRAPPERS[name](other).module is other
     model, _ = shard(stage=0)
-    with refused("FSDP", "FullyShardedDataParallel around a sharded model"):
+    with refused("FSDP", "FullyShardedDataParallel was put around a sharded model"):
         WRAPPERS["FullyShardedDataParallel"](model)
     model, _ = shard(stage=0)
     fully_shard(model.blocks[0])

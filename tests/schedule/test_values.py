@@ -210,10 +210,11 @@ def test_the_first_read_of_a_divided_parameter_warns_of_its_cost_and_can_be_refu
         warnings.simplefilter("always")
         model.get_parameter(INNER).norm()
         model.get_parameter("blocks.1.up.weight").norm()
-    said = [str(warning.message) for warning in caught]
-    assert len(said) == (dist.get_rank() == 0), said
-    for text in said:
+    assert len(caught) == (dist.get_rank() == 0), caught
+    for warning in caught:
+        text = str(warning.message)
         assert re.search(rf"norm\(\) used parameter '{INNER}'.*gathered 'blocks\.0' \(.*reads=\"raise\"", text)
+        assert warning.filename == __file__, "the line of the user"
     model, _ = shard(stage=3, reads="raise")
     with pytest.raises(RuntimeError, match=rf"norm\(\).*{INNER}.*reads=\"raise\".*zeroshard\.gathered\(model\)"):
         model.get_parameter(INNER).norm()

@@ -96,8 +96,8 @@ class SentParameters:
             torch.cuda.current_stream(self._device).wait_event(self._arrival)
 
 
-class Factor:
-    """The number that gradients are multiplied by. The updater reads it, so the training thread does not wait."""
+class HostFactor:
+    """The product of a gradient's factors, for the host. The updater reads it, so the training thread does not wait."""
 
     def __init__(self, value: Tensor | None) -> None:
         self._value = value
@@ -166,7 +166,7 @@ class Pipeline:
         """How many more gradients may wait on the device."""
         self.streams = {way: torch.cuda.Stream(device) if self._cuda else None for way in (trace.DOWN, trace.UP)}
         """One stream for copies to the host, one for copies to the device."""
-        self.unscaled = Factor(None)
+        self.unscaled = HostFactor(None)
         """The factor 1, for updates in backward."""
         self.buffers: list[HostBuffers] = []
         """The buffers of all flats whose states live on the host."""
@@ -243,7 +243,7 @@ class Pipeline:
         group = self._next_group()
         if not group:
             return
-        work: dict[Factor, list[tuple[Segments, Sequence[Rule]]]] = {}
+        work: dict[HostFactor, list[tuple[Segments, Sequence[Rule]]]] = {}
         for update in group:
             for factor, segments, rules in update.prepare():
                 work.setdefault(factor, []).append((segments, rules))

@@ -16,7 +16,7 @@ from ..states.flat import Flat
 from ..states.unit import Unit, check_no_block_open
 from ..states.updates import FlatStates, Updates
 from .home import HostHome
-from .pipeline import Factor, Pipeline
+from .pipeline import HostFactor, Pipeline
 from .rules import Rule, moment_names, rule_of
 from .update import Update
 
@@ -137,7 +137,7 @@ class HostStep(Updates):
         rules = [self.rules(home, home.flat.gradient.used) for home in homes]
         device = self.pipeline.device
         # One object for equal factors of all flats: flats with the same factor are updated together.
-        made = {scaling: Factor(multiplier(scaling, device)) for group in groups for scaling in group}
+        made = {scaling: HostFactor(multiplier(scaling, device)) for group in groups for scaling in group}
         factors = [[(made[scaling], slots) for scaling, slots in group.items()] for group in groups]
         with self.pipeline.failing_together():  # from here on a forward may wait for these updates
             publications = [home.expect_step(delayed=self._delaying) for home in homes]

@@ -16,7 +16,7 @@ from ..system import compat, trace
 from .host_buffers import HostBuffers, part
 from .kernel import Pool
 from .pinned import Staging
-from .pipeline import Factor, Pipeline, SentParameters, wait_for_events
+from .pipeline import HostFactor, Pipeline, SentParameters, wait_for_events
 from .rules import Rule
 from .update import SegmentCache, Update
 
@@ -174,7 +174,7 @@ class Transfer:
     def scale(self, factors: Sequence[tuple[Tensor | None, list[int]]]) -> None:
         """Multiplies the gradient on the host: by one factor, or by several, each for some parameters."""
         self.pipeline.expect_sums()
-        later = [(Factor(factor), slots if len(factors) > 1 else None) for factor, slots in factors]
+        later = [(HostFactor(factor), slots if len(factors) > 1 else None) for factor, slots in factors]
 
         def scale(gradient: HostGradient) -> None:
             for factor, slots in later:

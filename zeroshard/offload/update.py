@@ -14,7 +14,7 @@ from ..system import compat
 from .host_buffers import HostBuffers, part, round_to
 from .kernel import Pool, Segment, Segments
 from .pinned import Staging
-from .pipeline import Factor, SentParameters, wait_for_events
+from .pipeline import HostFactor, SentParameters, wait_for_events
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Update:
     transfer: Transfer
     rules: dict[int, Rule]
     """The rule of each parameter in use, by index in the flat."""
-    factors: Sequence[tuple[Factor, Collection[int]]]
+    factors: Sequence[tuple[HostFactor, Collection[int]]]
     """What gradients are multiplied by, with the parameters that each factor is for. One factor alone is for all."""
     free: torch.cuda.Event | None
     """The point from which on the device no longer reads the old parameters."""
@@ -83,11 +83,11 @@ class Update:
     _output: Tensor = field(init=False)
 
     @property
-    def factor(self) -> Factor | None:
+    def factor(self) -> HostFactor | None:
         """The one factor of all parameters. None if there are several."""
         return self.factors[0][0] if len(self.factors) == 1 else None
 
-    def prepare(self) -> list[tuple[Factor, Segments, Sequence[Rule]]]:
+    def prepare(self) -> list[tuple[HostFactor, Segments, Sequence[Rule]]]:
         """Waits until all inputs are there, and until no copy reads the memory that the update writes.
 
         Returns the work, by factor.
@@ -104,7 +104,7 @@ class Update:
             wait_for_events(self.high.arrival)
         gradient = transfer.gradient.value if self.staging is None else self.staging.tensor
         output = self._output = buffers.output(gradient) if self.high is None else self.high.tensor
-        work: list[tuple[Factor, Segments, Sequence[Rule]]] = []
+        work: list[tuple[HostFactor, Segments, Sequence[Rule]]] = []
         for factor, slots in self.factors:
             rules = self.rules if self.factor is not None else {s: self.rules[s] for s in slots if s in self.rules}
             if self.wide_gradient is None:

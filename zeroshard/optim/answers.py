@@ -31,7 +31,7 @@ class _AnswerList:
 
 
 class Answers:
-    """Answers what users ask of the gradients of one model (``states.gradient.Answers``)."""
+    """Answers what users ask of the gradients of one model (``states.answers.Answers``)."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.piece_states.take_over(original)
         self._complete = True
         step_freely(self)
-        self._trained = TrainedParameters(flats, self)
+        self._trained = TrainedParameters(flats, self)  # the list of all models' is weak, so this keeps it
         original.register_step_pre_hook(_refuse_old_handle)
         original.register_state_dict_pre_hook(_refuse_old_handle)
         original.register_load_state_dict_pre_hook(_refuse_old_handle)

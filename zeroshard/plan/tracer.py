@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -298,7 +299,7 @@ class _KnownFunctions(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **given)
         if func is F.multi_head_attention_forward:  # a mode does not see what a function of torch calls inside
-            return compat.calling(func, scaled_dot_product_attention=self._attention)(*args, **given)
+            return _calling(func, scaled_dot_product_attention=self._attention)(*args, **given)
         return func(*args, **given)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -319,3 +320,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _calling(function: Callable[..., Any], **others: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of torch that calls other functions under these names. Torch itself is not changed."""
+    if not isinstance(function, FunctionType):
+        return function
+    known = {**function.__globals__, **others}
+    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

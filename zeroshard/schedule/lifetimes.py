@@ -145,13 +145,13 @@ class Lifetimes:
     def leave_after_hooks(self, unit: Unit) -> None:
         """Leaves a unit as soon as anything else is gathered. Until then, hooks of the user can read the unit."""
         if self._sharded:
-            self._leaving[unit] = unit.uses, [flat.lent for flat in unit.flats]
+            self._leaving[unit] = unit.sharing, [flat.lent for flat in unit.flats]
             unit.watch()
 
     def _end_leaving(self, staying: list[Unit]) -> None:
         for unit in [unit for unit in self._leaving if unit not in staying]:
-            uses, lent_before = self._leaving.pop(unit)
-            if unit.uses == uses:  # hooks have stored no view, so they leave the memory to the unit
+            sharing, lent_before = self._leaving.pop(unit)
+            if unit.sharing == sharing:  # hooks have stored no view, so they leave the memory to the unit
                 for flat, lent in zip(unit.flats, lent_before, strict=True):
                     flat.lent = lent
             self.leave_forward(unit)

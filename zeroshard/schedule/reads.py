@@ -15,6 +15,7 @@ from ..shown.absent import Use
 from ..states.flat import Flat
 from ..states.unit import Graph, Unit
 from ..system import compat
+from ..system.callers import user_level
 from ..system.sizes import size_text
 from .lifetimes import Lifetimes
 
@@ -22,6 +23,8 @@ PATIENCE = 10.0
 """Seconds after which a read raises if some rank does not make it."""
 
 BLOCK = "`with zeroshard.gathered(model):` on all ranks"
+STATE_DICT = ", or take zeroshard.full_state_dict(model) on all ranks in the place of state_dict()"
+"""A remedy for the most frequent read on one rank alone. ``state_dict()`` detaches each parameter."""
 WRITING_BLOCK = "`with zeroshard.gathered(model, write=True):` on all ranks"
 
 
@@ -90,6 +93,7 @@ class Reads:
             raise RuntimeError(
                 f"{use.function} needs the value of {names}, which is divided among the ranks (stage 3), so all ranks "
                 f"must make this read, and rank {missing.rank} did not (it is at {missing.where}); read inside {BLOCK}"
+                + (STATE_DICT if use.function == "detach()" else "")
             )
 
     def _warn(self, units: list[Unit], names: str, use: Use) -> None:
@@ -100,9 +104,9 @@ class Reads:
         titles = ", ".join(repr(unit.title) for unit in units[:3])
         warnings.warn(
             f"{use.function} used {names}, which is divided among the ranks (stage 3): all ranks gathered {titles} "
-            f"({size_text(size)}) for it. This is right, and costs a collective and memory each time; {BLOCK} makes it "
-            'visible, and reads="raise" refuses it',
-            stacklevel=6,
+            f"({size_text(size)}) for it. The value is right, but every such read costs a collective; {BLOCK} gathers "
+            'all parameters at once, and shard(..., reads="raise") refuses such reads',
+            stacklevel=user_level(),
         )
 
 

@@ -218,8 +218,8 @@ class Reducer:
         if differ[0]:
             purposes = self._fabric.gather_objects(purpose)
             raise DisagreementError(
-                f"ranks do different things with their gradients: {_by_rank(purposes)}; what is asked of a gradient, "
-                "and step(), need all ranks: do the same on every rank"
+                f"ranks do different things with their gradients: {_by_rank(purposes)}; all ranks must "
+                "ask the same of their gradients, in the same order: compute a log on every rank, and write it on one"
             )
         if differ[1]:
             counts = self._fabric.gather_objects(self._backwards)
@@ -230,7 +230,7 @@ class Reducer:
         if differ[2]:
             raise DisagreementError(
                 "ranks changed, zeroed or assigned the gradients of different parameters, or in different ways: "
-                f"{self._changes_by_rank()}; do the same on all ranks"
+                f"{self._unevenly_changed()}; do the same on all ranks"
             )
         for lane, lane_differs in zip(lanes, differ[4:], strict=True):
             if lane_differs:
@@ -248,8 +248,8 @@ class Reducer:
             if not any(gradient.used):
                 self._idle.add(flat)
 
-    def _changes_by_rank(self) -> str:
-        """The flats whose gradients were changed differently, with what each rank did to their parameters."""
+    def _unevenly_changed(self) -> str:
+        """Names the flats whose gradients were changed differently on some ranks."""
         everybody = self._fabric.gather_objects({flat.label: flat.gradient.changes for flat in self.flats})
         labels = [label for label in everybody[0] if len({changes[label] for changes in everybody}) > 1]
         return f"units {', '.join(map(repr, labels))}"

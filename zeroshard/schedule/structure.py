@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..states.unit import Unit
 from ..system import compat
 
-_watched: dict[int, weakref.ref[Structure]] = {}
+_structure_of: dict[int, weakref.ref[Structure]] = {}
 """The structure that a module belongs to, by the module's identity. An identity that is used again does no harm."""
 _structures: weakref.WeakSet[Structure] = weakref.WeakSet()
 _hooks: list[object] = []
@@ -53,17 +53,17 @@ class Structure:
         self._outlined = [unit.module for unit in units]
         self.changed = False
         """Something was registered on a module since the last look."""
-        self._watch()
+        self._know_modules()
         _structures.add(self)
         if not _hooks:
             _hooks.append(register_module_module_registration_hook(_after_module))
             _hooks.append(register_module_parameter_registration_hook(_after_parameter))
 
-    def _watch(self) -> None:
-        """Watches all modules that the model has now."""
+    def _know_modules(self) -> None:
+        """Notes all modules that the model has now, so that later changes of them are seen."""
         modules = list(self._model.modules())
         identities = [id(module) for module in modules]
-        _watched.update(dict.fromkeys(identities, weakref.ref(self)))
+        _structure_of.update(dict.fromkeys(identities, weakref.ref(self)))
         weakref.finalize(self, _forget, identities)
         # torch does not tell of ModuleList.insert(), nor of fully_shard(), which changes a module's class.
         lists = [module for module in modules if isinstance(module, nn.ModuleList | nn.Sequential)]
@@ -103,7 +103,7 @@ class Structure:
                     f"{REMEDY}"
                 )
         if not borrowed:
-            self._watch()
+            self._know_modules()
             self.changed = False
 
 
@@ -132,8 +132,8 @@ def leave(wrapper: str) -> str:
 
 def _forget(identities: list[int]) -> None:
     for identity in identities:
-        if _watched.get(identity, _nobody)() is None:
-            _watched.pop(identity, None)
+        if _structure_of.get(identity, _nobody)() is None:
+            _structure_of.pop(identity, None)
 
 
 def _after_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -142,7 +142,7 @@ def _after_module(parent: nn.Module, name: str, child: nn.Module | None) -> None
         for structure in list(_structures):
             found = structure.name_in(child)
             if found is not None:
-                raise RuntimeError(f"{wrapper} around a sharded model (with its part {found!r}); {leave(wrapper)}")
+                raise RuntimeError(f"{wrapper} was put around a sharded model, which has {found!r}; {leave(wrapper)}")
     _note(parent)
 
 
@@ -151,7 +151,7 @@ def _after_parameter(module: nn.Module, name: str, parameter: Any) -> None:
 
 
 def _note(module: nn.Module) -> None:
-    structure = _watched.get(id(module), _nobody)()
+    structure = _structure_of.get(id(module), _nobody)()
     if structure is not None:
         structure.changed = True
 

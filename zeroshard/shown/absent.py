@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..system import compat
 from ..system.structures import tensors_in
@@ -164,9 +165,7 @@ def _absent_class(own: type) -> type:
             if isinstance(member, GetSetDescriptorType) and name not in VALUE_ATTRIBUTES and name[:2] != "__":
                 members.setdefault(name, _fact(member))
             elif isinstance(member, FunctionType) and kind not in (Tensor, object) and name[:2] != "__":
-                members.setdefault(
-                    name, _method(member)
-                )  # such as to_local() of a DTensor, which torch does not pass on
+                members.setdefault(name, _method(member))  # to_local() of a DTensor, say: torch does not pass it on
     for name in ("__deepcopy__", "__reduce_ex__"):
         members[name] = _method(getattr(own, name))
     absent = type(own)(f"Absent{own.__name__}", (own,), members)
@@ -226,7 +225,7 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
     if func in AUTOGRAD:
         with lifted(list(tensors_in((args, kwargs)))):
             return func(*args, **kwargs)
-    if name in LIKE | STRIDES and args and is_absent(args[0]) and not compat.is_distributed(args[0]):
+    if name in LIKE | STRIDES and args and is_absent(args[0]) and not isinstance(args[0], DTensor):
         return _answer_from_layout(func, args, kwargs)
     return _answer(func, f"{name}()", args, kwargs)
 

@@ -53,7 +53,7 @@ class ShownParameters:
 
     def outdate(self) -> None:
         """Notes that the parameters change, so that a backward through their old values raises."""
-        compat.prepare_for_writing(list(self._parameters))
+        torch.autograd.graph.increment_version(self._parameters)
         self.accept_writes()
 
     def accept_writes(self) -> None:

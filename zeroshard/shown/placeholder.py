@@ -22,7 +22,7 @@ class Placeholders:
         self._scalars: dict[torch.dtype, Tensor] = {}
 
     def parameter(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """For a parameter's data. Shares one scalar, so that a thousand released parameters cost four bytes."""
+        """For a parameter or a gradient. All share one scalar, so that a thousand of them cost four bytes."""
         if dtype not in self._scalars:
             self._scalars[dtype] = torch.full((), math.nan, dtype=dtype, device=self._device)
         return self._scalars[dtype].expand(tuple(shape))

@@ -94,7 +94,7 @@ class Buffers:
         All buffers are copied each time, because a write may leave no trace: torch's batch norm does not raise the
         version of its statistics.
         """
-        self._empty = {(module, name) for module in self._model.modules() for name in compat.empty_buffers(module)}
+        self._empty = {(module, name) for module in self._model.modules() for name in _empty_names(module)}
         before, self._copies = self._copies, {}
         renewed: list[_BufferCopy] = []
         for key, buffer in self._named():
@@ -125,7 +125,7 @@ class Buffers:
             if there is not copy.buffer:
                 if there is not None and not compat.is_persistent(module, name):
                     continue
-                if there is None and name not in compat.empty_buffers(module) and hasattr(module, name):
+                if there is None and name not in _empty_names(module) and hasattr(module, name):
                     delattr(module, name)  # the attribute is no buffer any more
                 module.register_buffer(name, copy.buffer, persistent=copy.persistent)
             if copy.fits:
@@ -189,3 +189,8 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
             pair[0].copy_(pair[1])
     for pairs in together.values():
         compat.copy_all([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _empty_names(module: nn.Module) -> list[str]:
+    """Names of a module's buffers that are None, which ``named_buffers()`` leaves out."""
+    return [name for name, buffer in compat.buffers_of(module).items() if buffer is None]

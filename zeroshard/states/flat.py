@@ -31,6 +31,7 @@ from ..config.options import Precision
 from ..config.table import Extent, StateTable
 from ..shown import absent
 from ..shown.absent import Reader
+from ..shown.fingerprint import fingerprint
 from ..shown.parameters import ShownParameters
 from ..shown.placeholder import Placeholders
 from ..system import compat
@@ -300,7 +301,7 @@ class Flat:
             return
         self.lent = self.sharded
         if self._fingerprint is None and (data or (self.sharded and self.whole.device.type == "cpu")):
-            self._fingerprint = compat.fingerprint(self.whole)
+            self._fingerprint = fingerprint(self.whole)
 
     # -- publish --------------------------------------------------------------------------------------------------
 
@@ -409,7 +410,7 @@ class Flat:
     def data_written(self) -> bool:
         """Whether user code wrote past autograd, and the write is lost. Waits for the device if ``.data`` was shown."""
         before, self._fingerprint = self._fingerprint, None
-        return before is not None and bool(compat.fingerprint(self.whole) != before)
+        return before is not None and bool(fingerprint(self.whole) != before)
 
 
 def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:

@@ -64,7 +64,7 @@ class Unit:
         return sum(flat.layout.numel for flat in self.flats)
 
     @property
-    def uses(self) -> int:
+    def sharing(self) -> int:
         """How many tensors share the memory of the parameters. The number grows if somebody stores a view."""
         return sum(compat.storage_uses(flat.whole) for flat in self.flats)
 

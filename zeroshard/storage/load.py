@@ -54,10 +54,9 @@ def load(
     Raises:
         CheckpointError: there is none, it is damaged, or it does not fit the model; says whether the model was touched.
     """
-    with runtime_of(model).fabric.watchdog.during("load()"):
-        return _load_newest(
-            path, runtime_of(model), optimizer, scheduler, loader, allow_older=allow_older, random=random
-        )
+    runtime = runtime_of(model)
+    with runtime.fabric.watchdog.during("load()"):
+        return _load_newest(path, runtime, optimizer, scheduler, loader, allow_older=allow_older, random=random)
 
 
 def _load_newest(

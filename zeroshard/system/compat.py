@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -125,11 +124,6 @@ def convert_buffers(module: nn.Module, function: Callable[[Tensor], Tensor]) -> 
             module._buffers[name] = function(buffer)
 
 
-def empty_buffers(module: nn.Module) -> list[str]:
-    """Names of a module's buffers that are None, which ``named_buffers()`` leaves out."""
-    return [name for name, buffer in module._buffers.items() if buffer is None]
-
-
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
@@ -229,11 +223,6 @@ def set_grads(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
     with plain():
         for parameter, gradient in zip(parameters, gradients, strict=True):
             write(parameter, gradient)
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    return isinstance(tensor, DTensor)
 
 
 def is_fake_class(kind: type) -> bool:
@@ -353,30 +342,9 @@ def one_rank_of(world: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def calling(function: Callable[..., Any], **others: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function of torch that calls other functions under these names. Torch itself is not changed."""
-    if not isinstance(function, FunctionType):
-        return function
-    known = {**function.__globals__, **others}
-    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
 def untraced(function: Function) -> Function:
     """Makes ``torch.compile`` break the graph at a hook instead of tracing it."""
     return cast(Function, torch.compiler.disable(function))
-
-
-def fingerprint(tensor: Tensor) -> Tensor | None:
-    """A number that depends on every bit of a flat tensor and on its place. It stays on the device."""
-    if is_fake(tensor):
-        return None
-    bits = tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
-    parts = bits.split(1 << 22)  # the products are wider than the tensor
-    places = torch.arange(1, len(parts[0]) + 1, device=bits.device)
-    sums = [(part * places[: len(part)]).sum() * (2 * number + 1) for number, part in enumerate(parts)]
-    return torch.stack(sums).sum()
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -430,9 +398,3 @@ def count_attributes(module: nn.Module) -> int:
     """How many attributes a module has, without the attribute that ``replace_conversion`` sets."""
     attributes = vars(module)
     return len(attributes) - ("_apply" in attributes)
-
-
-def prepare_for_writing(tensors: list[Tensor]) -> None:
-    """Counts a write to each tensor, so that a backward through an old value raises as in plain torch."""
-    if tensors:
-        torch.autograd.graph.increment_version(tensors)

@@ -32,6 +32,7 @@ class Hook(NotCopyable):
 
 def _refusal() -> RuntimeError:
     return RuntimeError(
-        "a sharded model cannot be copied or pickled, for its parameters are not all here; take "
-        "zeroshard.full_state_dict(model), or copy single parameters inside `with zeroshard.gathered(model):`"
+        "a sharded model cannot be copied or pickled, because a copy would be cut off from the optimizer and from "
+        "the other ranks; build a new model and load zeroshard.full_state_dict(model) into it, or copy single "
+        "parameters inside `with zeroshard.gathered(model):`"
     )

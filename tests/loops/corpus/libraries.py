@@ -16,7 +16,7 @@ from tests.loops.corpus.models import GPT, sentences
 from tests.loops.harness import EVERYWHERE, Corpus, Log, Parallel, Refusal
 
 corpus = Corpus()
-REFUSED = "DistributedDataParallel around a sharded model.*Accelerate.*prepare_model.*Trainer.*_is_accelerate_prepared"
+REFUSED = "DistributedDataParallel was put around.*Accelerate.*prepare_model.*Trainer.*_is_accelerate_prepared"
 
 
 @contextmanager
