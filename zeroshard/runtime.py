@@ -163,7 +163,7 @@ class Runtime(NotCopyable):
         during, flats = self.fabric.watchdog.during, [flat for unit in units for flat in unit.flats]
         if write:
             self.finish_updates()  # otherwise a delayed update would overwrite the user's values
-        if lend:
+        if lend and not write:
             for flat in flats:
                 flat.accept_writes()  # otherwise the end of the block would find them
         absent = [unit for unit in units if not unit.present]

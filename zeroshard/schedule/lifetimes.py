@@ -17,7 +17,7 @@ import torch
 from ..config.options import Config
 from ..states.flat import Flat
 from ..states.unit import Graph, Unit
-from ..system import trace
+from ..system import compat, trace
 from .order import Order
 
 
@@ -209,19 +209,23 @@ class Lifetimes:
 
     def end_backward(self) -> None:
         self._backward.end()
-        self._leave_backward(second_expected=self.second_backward and torch.is_grad_enabled())
+        kept = compat.keeps_graph()
+        self._leave_backward(
+            second_expected=self.second_backward and (kept or torch.is_grad_enabled()), graphs_over=not kept
+        )
 
     def abandon_backward(self) -> None:
         """Releases all units after a backward that raised."""
-        self._leave_backward(second_expected=False)
+        self._leave_backward(second_expected=False, graphs_over=True)
 
-    def _leave_backward(self, *, second_expected: bool) -> None:
+    def _leave_backward(self, *, second_expected: bool, graphs_over: bool) -> None:
         self._in_backward.clear()
         self._recomputed.clear()
         self._recomputing = False
         self._unhooked.clear()
         self.second_backward = second_expected
-        self._end_graphs()
+        if graphs_over:
+            self._end_graphs()
         for unit in self._units:
             self._release(unit)
             unit.watch()

@@ -49,9 +49,9 @@ class Reads:
         units = self._units(use)
         if units:
             self._bring_units(units, use)
-        if use.shows_data:
-            for flat in _flats(use):
-                flat.lend(data=True)
+        for flat in _flats(use):
+            if use.shows_data or not flat.sharded:
+                flat.lend(data=use.shows_data)
 
     def used_in_graph(self, use: Use, nodes: Iterable[Any]) -> None:
         graph = Graph()

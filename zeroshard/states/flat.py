@@ -300,7 +300,7 @@ class Flat:
         if self.takes_writes:
             return
         self.lent = self.sharded
-        if self._fingerprint is None and (data or (self.sharded and self.whole.device.type == "cpu")):
+        if self._fingerprint is None and (data or self.whole.device.type == "cpu"):
             self._fingerprint = fingerprint(self.whole)
 
     # -- publish --------------------------------------------------------------------------------------------------

@@ -29,6 +29,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that runs has ``retain_graph``, so that another one may follow through the same graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def in_transform() -> bool:
     """Whether this code runs inside ``torch.func``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
