@@ -374,6 +374,11 @@ def test_divided_parameters_are_read_in_every_way_of_a_dtensor(stage: int) -> No
     (loss_of(model, data(1, mesh["dp"].get_local_rank())) + penalty.full_tensor()).backward()
     optimizer.step()
     assert all(bool(value.isfinite().all()) for value in zeroshard.full_state_dict(model).values())
+    if stage == 3:
+        with torch.no_grad():
+            parameter.to_local().mul_(2)
+        with pytest.raises(RuntimeError, match=r"to_local\(\).*the write would be lost"):
+            loss_of(model, data(2, mesh["dp"].get_local_rank()))
 
 
 @on_ranks(4)

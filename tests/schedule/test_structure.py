@@ -207,15 +207,15 @@ def test_functional_call_with_other_tensors_is_no_change_of_the_model() -> None:
 
 
 def test_other_models_are_built_as_ever_and_nothing_is_kept() -> None:
-    before = set(structure._watched)
+    before = set(structure._structure_of)
     model, optimizer = shard(stage=1)
     other = net(depth=1)
     other.extra = nn.Linear(2, 2)
     train(model, optimizer, 0)
-    assert set(structure._watched) - before == {id(module) for module in model.modules()}
+    assert set(structure._structure_of) - before == {id(module) for module in model.modules()}
     del model, optimizer
     gc.collect()
-    assert set(structure._watched) <= before
+    assert set(structure._structure_of) <= before
 
 
 # -- torch's own data parallelism -------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_torchs_data_parallelism_around_a_sharded_model_is_refused_at_its_constr
         for name in ("DistributedDataParallel", "DataParallel"):
             model, optimizer = shard(stage=stage)
             for wrapped in (model, model.blocks[0], nn.Sequential(torch.compile(model)), model.last):
-                with refused(f"{name} in stage {stage}", f"{name} was put around a sharded model .*leave {name} out"):
+                with refused(f"{name} in stage {stage}", f"{name} was put around a sharded model.*leave {name} out"):
                     WRAPPERS[name](wrapped)
             with refused("DDP, as Accelerate makes it", r"prepare_model\(model, evaluation_mode=True\).*Trainer"):
                 DistributedDataParallel(model)

@@ -3,6 +3,6 @@
 This room knows tensors and ranks. It knows nothing of units, gradients or steps. Its door is ``Fabric``: the ranks that
 share a model. Read ``fabric`` first, then ``lane`` (order), ``transport`` (how tensors travel), ``traffic`` (how much),
 ``messages`` (small tensors together), ``grid`` (which ranks share what), ``process_group`` (its start and end),
-``watchdog`` (which rank is missing). ``consistency`` checks that all ranks were given the same. ``parallel`` tells
-other rooms what they need to know about tensor parallelism.
+``watchdog`` (which rank is missing), ``meeting`` (do all ranks make a call). ``consistency`` checks that all ranks were
+given the same. ``parallel`` tells other rooms what they need to know about tensor parallelism.
 """

@@ -5,5 +5,6 @@ asks a ``Source`` for parameters and an ``Owner`` for gradients, which ``states`
 
 Read ``absent`` first: the class of a parameter whose value is not there. ``sharded_gradient`` is the class of a
 gradient that is a shard, ``question`` what users ask of it, ``factors`` what users multiply it by. ``parameters`` and
-``gradients`` say what the parameters of one flat show. ``placeholder`` is the last resort.
+``gradients`` say what the parameters of one flat show. ``fingerprint`` finds writes that autograd does not count.
+``placeholder`` is the last resort.
 """

@@ -84,8 +84,8 @@ class Use(NamedTuple):
 
     @property
     def shows_data(self) -> bool:
-        """Whether user code gets ``.data``. Nobody sees a write to it."""
-        return self.function == ".data"
+        """Whether user code gets a tensor of its own on the parameter's memory. Nobody sees a write to it."""
+        return self.function in (".data", "to_local()")
 
 
 class Reader(Protocol):

@@ -293,9 +293,9 @@ class Flat:
             raise self._lost_data()
 
     def lend(self, *, data: bool = False) -> None:
-        """Notes that user code sees the parameters. ``data``: also ``.data``.
+        """Notes that user code sees the parameters. ``data``: also ``.data`` or ``to_local()``.
 
-        A write to ``.data``, or to numpy's view of memory of the CPU, is found out later, if it would be lost.
+        A write to these, or to numpy's view of memory of the CPU, is found out later, if it would be lost.
         """
         if self.takes_writes:
             return
@@ -398,8 +398,8 @@ class Flat:
 
     def _lost_data(self) -> RuntimeError:
         return RuntimeError(
-            f"a parameter of {self.label!r} was written to through .data or numpy, where the write would be lost; "
-            "write inside `with zeroshard.gathered(model, write=True):`"
+            f"a parameter of {self.label!r} was written to through .data, to_local() or numpy, where the write would "
+            "be lost; write inside `with zeroshard.gathered(model, write=True):`"
         )
 
     @property
