@@ -165,7 +165,7 @@ class Runtime(NotCopyable):
             self.finish_updates()  # otherwise a delayed update would overwrite the user's values
         if lend and not write:
             for flat in flats:
-                flat.accept_writes()  # otherwise the end of the block would find them
+                flat.writes.accept()  # otherwise the end of the block would find them
         absent = [unit for unit in units if not unit.present]
         watched = [flat for flat in flats if flat.watched]
         try:
@@ -182,8 +182,8 @@ class Runtime(NotCopyable):
                         flat.home.before_write()
             yield
         finally:  # also after an exception: the other ranks come here too, and the collectives below need all ranks
-            written = [name for flat in flats for name in flat.take_written_names()] if lend else []
-            written += [flat.label for flat in flats if flat.data_written()]
+            written = [name for flat in flats for name in flat.writes.take_names()] if lend else []
+            written += [flat.label for flat in flats if flat.writes.past_autograd()]
             with during("the end of a gathered() block"):
                 if write or (lend and self.fabric.maximum([bool(written)], "the agreement on writes")[0]):
                     with torch.no_grad():

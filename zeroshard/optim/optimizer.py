@@ -133,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for updates in self._updates:
             updates.before_step()
         for flat in self._flats:
-            flat.check_unwritten()
+            flat.writes.check()
         self._treatment.faults.check_not_stopped()
         self._passes.agree("step()")
         self._treatment.check()

@@ -56,7 +56,7 @@ class Guards:
             if not self._unit_of[flat].open_blocks:
                 if flat.sharded and flat.reader is not None:
                     flat.reader.bring(Use("load_state_dict()", (flat,), (flat.layout.slots[0].name,), frozenset()))
-                flat.begin_load()
+                flat.writes.begin_load()
 
 
 def _before_state_dict(flats: list[Flat], module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -67,7 +67,7 @@ def _before_state_dict(flats: list[Flat], module: nn.Module, prefix: str, keep_v
 
 def _after_load(flats: list[Flat], module: nn.Module, incompatible_keys: Any) -> None:
     for flat in flats:
-        flat.end_load()
+        flat.writes.end_load()
 
 
 def _conversion(

@@ -31,7 +31,6 @@ from ..config.options import Precision
 from ..config.table import Extent, StateTable
 from ..shown import absent
 from ..shown.absent import Reader
-from ..shown.fingerprint import fingerprint
 from ..shown.parameters import ShownParameters
 from ..shown.placeholder import Placeholders
 from ..system import compat
@@ -39,6 +38,7 @@ from .device_home import DeviceHome
 from .gradient import FlatGradient
 from .home import Home, Publication
 from .turns import Turns
+from .writes import Writes
 
 
 class Presence(Enum):
@@ -95,10 +95,8 @@ class Flat:
         self.presence = Presence.PRESENT
         self.lent = False
         """User code saw the parameters and may have stored a view. A release then leaves the storage to that view."""
-        self._fingerprint: Tensor | None = None
-        """Of parameters that user code may write to past autograd, through ``.data`` or numpy, and lose the write."""
-        self._loading = False
-        """``load_state_dict()`` writes to gathered parameters. What it has written counts when they are released."""
+        self.writes = Writes(self)
+        """What user code writes to the parameters."""
         self.reader: Reader | None = None
         """Brings values to user code that uses absent parameters. None until the model is sharded."""
         self._turns = Turns()
@@ -110,7 +108,7 @@ class Flat:
         self.pieces: dict[Piece, Tensor] = {}
         """The parts of parameters that this rank updates, and the tensor that the optimizer has for each."""
         self._cuts: list[int] = []
-        self._shown = ShownParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
+        self.shown = ShownParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
         self._gradient = FlatGradient(self, fabric, placeholders) if self.trainable else None
         absent.register(self)
 
@@ -132,7 +130,7 @@ class Flat:
     @property
     def watched(self) -> bool:
         """Whether every use of the parameters is seen: they are absent, or shown to user code."""
-        return self._shown.watched
+        return self.shown.watched
 
     @property
     def updating(self) -> bool:
@@ -188,8 +186,8 @@ class Flat:
             pieces, stored = self.layout.pieces(self.own), self.home.stored
             self.pieces = {piece: stored[piece.offset :][: piece.numel] for piece in pieces}
             self._cuts = _cuts(pieces, self.own.numel)
-        self._shown.views = self.views_of(self.whole)
-        self._shown.show()
+        self.shown.views = self.views_of(self.whole)
+        self.shown.show()
         self.release()
         self.watch()
 
@@ -247,22 +245,22 @@ class Flat:
                 with compat.label(f"zeroshard.wait {self.label}"):
                     self._pending.wait()
                 self._pending = None
-            self._shown.show(watched=watched)
+            self.shown.show(watched=watched)
             self.presence = Presence.PRESENT
         elif not watched:
             self.unwatch()
             if not self.sharded:
-                self._check_data()
+                self.writes.check_data()
 
     def watch(self) -> None:
         """Called when no pass of the model needs the parameters. Uses that would be lost are seen from now on."""
         if self.present and not self.takes_writes:
-            self._shown.watch()
+            self.shown.watch()
 
     def unwatch(self) -> None:
         """Called before a pass of the model uses parameters that are present."""
-        if self.present and self._shown.watched:
-            self._shown.unwatch()
+        if self.present and self.shown.watched:
+            self.shown.unwatch()
 
     def wait_if_whole(self) -> None:
         """Waits for an update that is being published, where parameters are whole at rest, so that users can read."""
@@ -276,21 +274,21 @@ class Flat:
         self._finish_gather()
         written = False
         if self.presence is Presence.PRESENT:
-            self.end_load()
-            self._check_versions()
-            written = self.data_written()
-            self._shown.hide()
+            self.writes.end_load()
+            self.writes.check_versions()
+            written = self.writes.past_autograd()
+            self.shown.hide()
         if self.lent or not self.whole.untyped_storage().resizable():  # numpy may use the memory
             self.lent = False
             with torch.inference_mode(False):  # else no later pass could train with this memory
                 self.whole = torch.empty_like(self.whole)
-                self._shown.views = self.views_of(self.whole)
+                self.shown.views = self.views_of(self.whole)
                 if self.home.fills_shard:
                     self.shard = self._shard_of(self.whole)
         self.whole.untyped_storage().resize_(0)
         self.presence = Presence.RELEASED
         if written:
-            raise self._lost_data()
+            raise self.writes.lost()
 
     def lend(self, *, data: bool = False) -> None:
         """Notes that user code sees the parameters. ``data``: also ``.data`` or ``to_local()``.
@@ -300,20 +298,20 @@ class Flat:
         if self.takes_writes:
             return
         self.lent = self.sharded
-        if self._fingerprint is None and (data or self.whole.device.type == "cpu"):
-            self._fingerprint = fingerprint(self.whole)
+        if data or self.whole.device.type == "cpu":
+            self.writes.expect()
 
     # -- publish --------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
         """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole."""
         with compat.label(f"zeroshard.publish {self.label}"):
-            self._check_data()
+            self.writes.check_data()
             self._finish_gather()
             publication = self.home.publish()
             self.outdate(publication)
             if publication is None and self.trainable and not self.sharded and self._in_parts:
-                self._shown.hide()
+                self.shown.hide()
                 self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label)
                 self.presence = Presence.UNDER_WAY
 
@@ -322,14 +320,14 @@ class Flat:
 
         A backward through the old values raises. A unit that is still gathered is released: it shows old values.
         """
-        self._check_data()
+        self.writes.check_data()
         self._finish_gather()
-        self._shown.outdate()
+        self.shown.outdate()
         if self.sharded:
             self.release()
         elif publication is not None and self.presence is not Presence.UPDATING:
             self.home.after_write()
-            self._shown.hide()
+            self.shown.hide()
             self.presence = Presence.UPDATING
             self._turns.expect(self)
         else:
@@ -341,76 +339,23 @@ class Flat:
             self._pending.wait()
             self._pending = None
 
-    def rewrite(self) -> None:
-        """Takes rank 0's present values as new values. Where a value is unchanged, the master is unchanged too."""
-        assert self.presence is Presence.PRESENT
-        self._fabric.broadcast(self.whole, divided=self.divided)
-        self.take_written()
-
-    def begin_load(self) -> None:
-        """Called before ``load_state_dict()`` writes to parameters that are present, on all ranks."""
-        self.wait()
-        self._fingerprint = None
-        self.home.before_write()
-        self._loading = True
-
-    def end_load(self) -> None:
-        """Takes what ``load_state_dict()`` has written."""
-        if self._loading:
-            self._loading = False
-            with torch.no_grad():
-                self.take_written()
-            self.home.after_write()
-            self.watch()
-
-    def take_written(self) -> None:
-        """Makes shard and master follow parameters that were written where they are, after ``home.before_write``."""
-        if self.sharded and not self.home.fills_shard:
-            self.shard.copy_(self._shard_of(self.whole))
-        self._shown.accept_writes()
-        self.home.follow(self.whole[self.own.start : self.own.stop])
-
-    def accept_writes(self) -> None:
-        """Takes the writes until now, where writes last. Raises elsewhere."""
-        self.check_unwritten()
-        self._shown.accept_writes()
-
-    def take_written_names(self) -> list[str]:
-        """Names of parameters that were written in place since the last call."""
-        return self._shown.take_written_names()
-
-    def check_unwritten(self) -> None:
-        """Raises if somebody wrote to a parameter where the write would be lost.
-
-        A write is lost if it goes to gathered parameters that are about to be released, or to parameters that have a
-        separate master. Absent parameters refuse a write themselves.
-        """
-        self._check_versions()
-        self._check_data()
-
-    def _check_data(self) -> None:
-        if self.data_written():
-            raise self._lost_data()
-
-    def _check_versions(self) -> None:
-        if self.presence is Presence.PRESENT:
-            self._shown.check(writes_count=self.takes_writes)
-
-    def _lost_data(self) -> RuntimeError:
-        return RuntimeError(
-            f"a parameter of {self.label!r} was written to through .data, to_local() or numpy, where the write would "
-            "be lost; write inside `with zeroshard.gathered(model, write=True):`"
-        )
-
     @property
     def takes_writes(self) -> bool:
         """Whether a write to the parameters lasts: they are whole at rest, and no master stands behind them."""
         return not self.sharded and not self.home.separate_master
 
-    def data_written(self) -> bool:
-        """Whether user code wrote past autograd, and the write is lost. Waits for the device if ``.data`` was shown."""
-        before, self._fingerprint = self._fingerprint, None
-        return before is not None and bool(fingerprint(self.whole) != before)
+    def take_written(self) -> None:
+        """Makes shard and master follow parameters that were written where they are, after ``home.before_write``."""
+        if self.sharded and not self.home.fills_shard:
+            self.shard.copy_(self._shard_of(self.whole))
+        self.shown.accept_writes()
+        self.home.follow(self.whole[self.own.start : self.own.stop])
+
+    def rewrite(self) -> None:
+        """Takes rank 0's present values as new values. Where a value is unchanged, the master is unchanged too."""
+        assert self.presence is Presence.PRESENT
+        self._fabric.broadcast(self.whole, divided=self.divided)
+        self.take_written()
 
 
 def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:

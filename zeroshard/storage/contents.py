@@ -93,7 +93,7 @@ def collect(
     scalars: dict[str, Any] = {}
     for unit in runtime.units:
         for flat in unit.flats:
-            flat.check_unwritten()
+            flat.writes.check()
             items += _values_of(flat, fabric, masters)
             if optimizer is not None and flat.trainable:
                 items += _states_of(flat, fabric, optimizer)
