@@ -86,3 +86,20 @@ def test_both_ranks_are_told_of_an_evaluation_that_only_rank_zero_made() -> None
         assert re.search(
             r"^rank \d waited in a (for|back)ward, which is collective.*; rank \d is in a (for|back)ward; ", text
         )
+
+
+@on_ranks(2)
+def test_a_read_that_rank_zero_makes_alone_while_the_host_updates_names_the_remedy_and_the_remedy_holds() -> None:
+    with quick_beats():
+        model, optimizer = shard(stage=2, offload="cpu", stall_timeout=SHORT)
+        train(model, optimizer, 0)
+        zeroshard.synchronize(model)
+        if dist.get_rank() == 0:
+            assert bool(model.first.weight.norm().isfinite())
+        train(model, optimizer, 1)
+        if dist.get_rank() == 0:
+            said = stall(lambda model, _: model.first.weight.norm(), model, optimizer)
+            assert re.search(r"norm\(\) needs.*'first\.weight'.*zeroshard\.synchronize\(model\) on all ranks", said), (
+                said
+            )
+        dist.barrier()

@@ -19,6 +19,7 @@ from ..states.flat import Flat
 from ..states.unit import Unit
 from ..system import compat
 from ..system.hook import Hook
+from .reads import LOADING
 
 _random = torch.Generator("cpu")
 """For values that no other memory has by chance. The user's random numbers stay as they are."""
@@ -55,7 +56,7 @@ class Guards:
                 self._finish_updates()  # else a delayed update would overwrite the loaded values
             if not self._unit_of[flat].open_blocks:
                 if flat.sharded and flat.reader is not None:
-                    flat.reader.bring(Use("load_state_dict()", (flat,), (flat.layout.slots[0].name,), frozenset()))
+                    flat.reader.bring(Use(LOADING, (flat,), (flat.layout.slots[0].name,), frozenset()))
                 flat.writes.begin_load()
 
 

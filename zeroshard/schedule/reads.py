@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..comm.fabric import Fabric
+from ..comm.lane import StallError
 from ..shown.absent import Use
 from ..states.flat import Flat
 from ..states.unit import Graph, Unit
@@ -23,9 +24,11 @@ PATIENCE = 10.0
 """Seconds after which a read raises if some rank does not make it."""
 
 BLOCK = "`with zeroshard.gathered(model):` on all ranks"
-STATE_DICT = ", or take zeroshard.full_state_dict(model) on all ranks in the place of state_dict()"
-"""A remedy for the most frequent read on one rank alone. ``state_dict()`` detaches each parameter."""
 WRITING_BLOCK = "`with zeroshard.gathered(model, write=True):` on all ranks"
+
+
+LOADING = "load_state_dict()"
+"""The use of a parameter whose value is about to be replaced."""
 
 
 class Reads:
@@ -45,7 +48,7 @@ class Reads:
     def _bring(self, use: Use) -> None:
         for flat in _flats(use):
             self._check_lasts(flat, use)
-            flat.wait_if_whole()
+            self._wait_if_whole(flat, use)
         units = self._units(use)
         if units:
             self._bring_units(units, use)
@@ -72,12 +75,22 @@ class Reads:
                 f"lost; write inside {WRITING_BLOCK}"
             )
 
+    def _wait_if_whole(self, flat: Flat, use: Use) -> None:
+        try:
+            flat.wait_if_whole()
+        except StallError as error:
+            raise StallError(
+                f"{use.function} needs the value of parameter {use.names[0]!r}, whose update has not come from all "
+                "ranks: it comes with the next forward of all ranks; before a read on one rank alone, call "
+                f"zeroshard.synchronize(model) on all ranks. In detail: {error}"
+            ) from error
+
     def _bring_units(self, units: list[Unit], use: Use) -> None:
         names = f"parameter {use.names[0]!r}"
         if self._refuse:
             raise RuntimeError(
-                f'{use.function} needs the value of {names}, which is divided among the ranks (reads="raise"); read '
-                f"inside {BLOCK}"
+                f'{use.function} needs the value of {names}, which is divided among the ranks (reads="raise"); '
+                f"{_remedy(use)}"
             )
         released = [unit for unit in units if not unit.under_way]
         with self._fabric.watchdog.during("a read of a parameter"):
@@ -92,12 +105,11 @@ class Reads:
         if missing is not None:
             raise RuntimeError(
                 f"{use.function} needs the value of {names}, which is divided among the ranks (stage 3), so all ranks "
-                f"must make this read, and rank {missing.rank} did not (it is at {missing.where}); read inside {BLOCK}"
-                + (STATE_DICT if use.function == "detach()" else "")
+                f"must do this, and rank {missing.rank} did not (it is at {missing.where}); {_remedy(use)}"
             )
 
     def _warn(self, units: list[Unit], names: str, use: Use) -> None:
-        if self._warned or self._fabric.rank > 0 or self._fabric.shards == 1:
+        if self._warned or self._fabric.rank > 0 or self._fabric.shards == 1 or use.function == LOADING:
             return
         self._warned = True
         size = sum(flat.layout.numel * flat.dtype.itemsize for unit in units for flat in unit.flats)
@@ -108,6 +120,16 @@ class Reads:
             'all parameters at once, and shard(..., reads="raise") refuses such reads',
             stacklevel=user_level(),
         )
+
+
+def _remedy(use: Use) -> str:
+    if use.function == LOADING:
+        return f"load inside {WRITING_BLOCK}"
+    if use.function == "detach()":  # state_dict() detaches each parameter
+        return (
+            f"read inside {BLOCK}, or in the place of state_dict() call zeroshard.full_state_dict(model) on all ranks"
+        )
+    return f"read inside {BLOCK}"
 
 
 def _flats(use: Use) -> list[Flat]:
