@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,8 @@ class ShownGradients:
         self._displays: list[Tensor | None] = [None] * len(parameters)
         self._pointers: list[int | None] = [None] * len(parameters)
         """Where the averaged gradient is that a parameter shows. None for a stand-in."""
+        self._real = False
+        """Whether some parameter shows the averaged gradient itself, whose memory users may replace."""
 
     def shows(self, index: int) -> bool:
         """Whether a parameter shows a gradient."""
@@ -45,11 +49,14 @@ class ShownGradients:
 
     def lacks(self, there: Sequence[bool]) -> bool:
         """Whether a parameter whose gradient is there shows nothing."""
+        if not any(map(is_, self._displays, repeat(None))):
+            return False
         return any(display is None and is_there for display, is_there in zip(self._displays, there, strict=True))
 
     def show(self, there: Sequence[bool], values: Tensor | None) -> None:
         """Gives each parameter whose gradient is there a part of ``values``, a whole flat, or a stand-in."""
         missing = [index for index, display in enumerate(self._displays) if there[index] and display is None]
+        self._real = self._real or values is not None
         if values is None:
             made = self._standing()
             shown = [made[index] for index in missing]
@@ -66,6 +73,8 @@ class ShownGradients:
         These parameters then show nothing, until the next ``show``.
         """
         now = compat.grads(self._parameters)
+        if not self._real and all(map(is_, now, self._displays)):  # the usual case, asked three times a step
+            return {}
         found = {index: gradient for index, gradient in enumerate(now) if self._differs(index, gradient)}
         for index in found:
             self._displays[index] = None
@@ -91,20 +100,20 @@ class ShownGradients:
     def hide(self) -> None:
         """Leaves ``grad`` to autograd."""
         self._show_nothing([index for index, display in enumerate(self._displays) if display is not None])
-        self._displays = [None] * len(self._displays)
+        self._displays, self._real = [None] * len(self._displays), False
 
     def take_back(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """Hides all gradients. Returns what each parameter was given to show, and what it shows now."""
         found = list(zip(self._displays, compat.grads(self._parameters), strict=True))
         compat.set_grads(self._parameters, [None] * len(self._parameters))
-        self._displays = [None] * len(self._displays)
+        self._displays, self._real = [None] * len(self._displays), False
         return found
 
     def clear(self) -> None:
         """Takes away the gradients that were shown. A gradient that the user assigned stays."""
         shown = enumerate(zip(compat.grads(self._parameters), self._displays, strict=True))
         self._show_nothing([index for index, (gradient, display) in shown if gradient is display is not None])
-        self._displays = [None] * len(self._displays)
+        self._displays, self._real = [None] * len(self._displays), False
 
     def _show_nothing(self, indices: Sequence[int]) -> None:
         compat.set_grads([self._parameters[index] for index in indices], [None] * len(indices))

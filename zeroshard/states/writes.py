@@ -38,6 +38,10 @@ class Writes:
         before, self._fingerprint = self._fingerprint, None
         return before is not None and bool(fingerprint(self._flat.whole) != before)
 
+    def forget(self) -> None:
+        """Looks for writes past autograd no more."""
+        self._fingerprint = None
+
     def check(self) -> None:
         """Raises if somebody wrote to a parameter where the write would be lost.
 
@@ -76,7 +80,7 @@ class Writes:
     def begin_load(self) -> None:
         """Called before ``load_state_dict()`` writes to parameters that are present, on all ranks."""
         self._flat.wait()
-        self._fingerprint = None
+        self.forget()
         self._flat.home.before_write()
         self._loading = True
 
