@@ -54,6 +54,8 @@ def assert_untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         ({"stage": "2"}, r"stage='2'", ValueError),
         ({"stage": 1, "prefetch": 1}, r"prefetch=1 has no effect in stage 1.*stage=3", ValueError),
         ({"stage": 2, "keep": ()}, r"keep=\(\) has no effect in stage 2", ValueError),
+        ({"stage": 1, "reads": "raise"}, r"reads='raise' has no effect in stage 1.*stage=3", ValueError),
+        ({"reads": "never"}, r"reads='never'.*gather.*raise", ValueError),
         ({"clip_grad_norm": 0.0}, r"clip_grad_norm=0.0", ValueError),
         ({"clip_grad_norm": math.nan}, r"clip_grad_norm=nan", ValueError),
         ({"precision": "fp8"}, r"precision='fp8'", ValueError),

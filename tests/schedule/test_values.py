@@ -108,6 +108,13 @@ def test_facts_about_a_parameter_need_neither_its_value_nor_the_other_ranks() ->
     assert_nobody_noticed(model, optimizer, dict(trained_plainly(1).state_dict()))
 
 
+def test_a_parameter_that_is_here_is_printed_with_its_values_also_if_it_has_a_master() -> None:
+    model, _ = shard(adamw, stage=0, precision="bf16")
+    parameter = model.get_parameter(INNER)
+    assert absent.is_absent(parameter)  # a write to it would be lost, so every use is seen
+    assert repr(parameter) == repr(nn.Parameter(parameter.detach().clone()))
+
+
 FACTS: list[Callable[[nn.Parameter], Any]] = [
     lambda p: p.shape,
     lambda p: p.size(),

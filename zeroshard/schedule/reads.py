@@ -26,7 +26,6 @@ PATIENCE = 10.0
 BLOCK = "`with zeroshard.gathered(model):` on all ranks"
 WRITING_BLOCK = "`with zeroshard.gathered(model, write=True):` on all ranks"
 
-
 LOADING = "load_state_dict()"
 """The use of a parameter whose value is about to be replaced."""
 

@@ -64,6 +64,10 @@ class Source(Protocol):
         """Brings the values to user code. None until the model is sharded."""
 
     @property
+    def present(self) -> bool:
+        """Whether the values are there."""
+
+    @property
     def watched(self) -> bool:
         """Whether every use of the parameters is seen."""
 
@@ -201,7 +205,11 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _describe(parameter: nn.Parameter) -> str:
+    """The values, if they are there. Else the facts: a text must not need the other ranks."""
     source = source_of(parameter)
+    if source is not None and source.present:
+        with lifted([parameter]):
+            return repr(parameter)
     kind, name = _own_classes[type(parameter)].__name__, "" if source is None else f" {source.name_of(parameter)!r}"
     facts = f"shape={tuple(parameter.shape)}, dtype={parameter.dtype}, device={str(parameter.device)!r}"
     return f"{kind}{name} (its value is not here; {facts}, requires_grad={parameter.requires_grad})"
