@@ -2,8 +2,8 @@
 
 from .api import full_state_dict, gathered, gathered_gradients, no_sync, shard, stats, synchronize
 from .comm.fabric import DisagreementError
-from .comm.lane import StallError
 from .comm.traffic import Traffic
+from .comm.watchdog import StallError
 from .config.offload import Offload
 from .config.options import Activations, Config, LossScale, Precision
 from .observe.ledger import Memory, Stats

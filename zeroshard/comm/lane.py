@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,16 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..system import compat
 from .traffic import Collective, Meter
 from .transport import Finish, Transport, all_gather
 from .watchdog import Watchdog
 
 LOG_LENGTH = 4096
 """How many operations a lane remembers. The log names the first operation in which ranks differ."""
-
-
-class StallError(RuntimeError):
-    """A collective did not complete. The message names the missing rank, and where it was last seen."""
 
 
 class Pending(Protocol):
@@ -43,19 +39,30 @@ class Done:
         pass
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _OnStream:
-    event: torch.cuda.Event
+    """An operation that the device was given."""
+
+    ready: torch.cuda.Event
+    """All work that the operation has to wait for on this rank is done."""
+    done: torch.cuda.Event
+    watchdog: Watchdog
+    entry: str
+    """The operation, as the lane's log has it."""
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        self.watchdog.check()  # an operation that was aborted is done, too, and its result is not there
+        torch.cuda.current_stream().wait_event(self.done)
+
+    def __str__(self) -> str:
+        return self.entry
 
 
 @dataclass
 class _OnHost:
     """An operation that the waiting thread itself completes."""
 
-    lane: Lane
+    watchdog: Watchdog
     finish: Finish
     entry: str
     """The operation, as the lane's log has it."""
@@ -63,19 +70,15 @@ class _OnHost:
 
     def wait(self) -> None:
         if not self.done:
-            with self.lane.blaming_stalls(self.entry):
-                try:
-                    self.finish()
-                except BaseException as error:
-                    self.lane.break_off(f"{type(error).__name__}: {error}")  # a sum may be incomplete
-                    raise
+            with self.watchdog.blaming(self.entry, half_done=True):
+                self.finish()
             self.done = True
 
 
 def wait_on_host(pending: Pending) -> None:
     """Blocks the host. For a caller that does not know which stream will use the memory next."""
     if isinstance(pending, _OnStream):
-        pending.event.synchronize()
+        pending.done.synchronize()
     else:
         pending.wait()
 
@@ -102,8 +105,9 @@ class Lane:
         self.hash = 0
         self.log: deque[str] = deque(maxlen=LOG_LENGTH)
         self._transport, self._device, self._watchdog = transport, device, watchdog
-        self._broken: str | None = None
-        """Why an operation did not complete. Ranks no longer know which data has arrived where."""
+        self._under_way: deque[_OnStream] = deque()
+        """Operations that the device may not have completed, if other ranks take part in them."""
+        watchdog.lanes.append(self)
 
     def all_gather(
         self, whole: Tensor, shard: Tensor, label: str, allocate: Callable[[], None] | None = None
@@ -119,80 +123,77 @@ class Lane:
                 allocate()
             return None if self.group is None else self._transport.all_gather(whole, shard, label)
 
-        if self.group is not None:
-            self._note(Collective.ALL_GATHER, whole, label)
-        return self._start(start)
+        operation = label if self.group is None else self._note(Collective.ALL_GATHER, whole, label)
+        return self._start(start, operation)
 
     def reduce_scatter(self, whole: Tensor, shard: Tensor, label: str) -> Pending:
         """Averages ``whole`` over the ranks. This rank's slice goes to ``shard``, which may be that slice."""
-        self._note(Collective.REDUCE_SCATTER, whole, label)
-        return self._start(lambda: self._transport.reduce_scatter(whole, shard, label))
+        operation = self._note(Collective.REDUCE_SCATTER, whole, label)
+        return self._start(lambda: self._transport.reduce_scatter(whole, shard, label), operation)
 
     def all_reduce(self, whole: Tensor, label: str) -> Pending:
         """Averages ``whole`` over the ranks, in place."""
-        self._note(Collective.ALL_REDUCE, whole, label)
-        return self._start(lambda: self._transport.all_reduce(whole, label))
+        operation = self._note(Collective.ALL_REDUCE, whole, label)
+        return self._start(lambda: self._transport.all_reduce(whole, label), operation)
 
     def gather_small(self, value: Tensor) -> Tensor:
         """The values of all ranks, one row each. Neither counted nor hashed."""
         rows = torch.empty(self.world, *value.shape, dtype=value.dtype, device=value.device)
-        with self.blaming_stalls("a small gather"):
-            all_gather(rows, value[None], group=self.group)
+        self.run(lambda: all_gather(rows, value[None], group=self.group), "a small gather").wait()
         return rows
 
-    def run(self, work: Callable[[], object]) -> Pending:
+    def broadcast(self, tensor: Tensor) -> None:
+        """Takes the first rank's values. Neither counted nor hashed."""
+        if self.group is not None:
+            self.run(lambda: dist.broadcast(tensor, group=self.group, group_src=0), "a broadcast").wait()
+
+    def run(self, work: Callable[[], object], operation: str = "a copy") -> Pending:
         """Does other work on the lane's stream, such as a copy to the host, after the device's work so far."""
 
         def start() -> None:
             work()
 
-        return self._start(start)
+        return self._start(start, operation)
 
-    @contextmanager
-    def blaming_stalls(self, operation: str) -> Iterator[None]:
-        """Turns a time-out or lost connection of the backend into an error that names the rank and the operation.
+    def waiting(self) -> _OnStream | None:
+        """The operation on the device that waits for other ranks now. The watchdog's thread asks.
 
-        The lane is broken from then on. Later operations raise, so no rank uses data that did not arrive.
+        Operations end in their order. The first one that is not done waits for other ranks if all work of this rank
+        before it is done.
         """
-        if self._broken is not None:
-            raise StallError(f"{self._broken} (no collective is possible since an earlier one failed)")
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, StallError) or not _is_of_the_backend(error):
-                raise
-            stall = StallError(f"{self._watchdog.explain(operation)} (the backend said: {error})")
-            self.break_off(str(stall))
-            raise stall from error
+        under_way = self._under_way
+        while under_way and under_way[0].done.query():
+            under_way.popleft()
+        first = under_way[0] if under_way else None
+        return first if first is not None and first.ready.query() else None
 
-    def break_off(self, why: str) -> None:
-        """Refuses all later operations on this lane."""
-        self._broken = why
+    def abort(self) -> None:
+        """Ends all operations on the device. None is possible afterwards."""
+        if self.stream is not None and self.group is not None:
+            compat.abort(self.group)
 
-    def _note(self, kind: Collective, whole: Tensor, label: str) -> None:
+    def _note(self, kind: Collective, whole: Tensor, label: str) -> str:
+        """Notes an operation that begins, and returns it in words."""
         entry = f"{kind.value} {label}"
         self.hash = zlib.crc32(entry.encode(), self.hash)
         self.log.append(entry)
         self._watchdog.note(f"{entry} ({self.name})")
         if self.group is not None:
             self.meter.count(kind, whole.numel(), whole.element_size())
+        return entry
 
-    def _start(self, start: Callable[[], Finish | None]) -> Pending:
-        operation = self.log[-1] if self.log else "the first collective"
+    def _start(self, start: Callable[[], Finish | None], operation: str) -> Pending:
         if self.stream is None:
-            with self.blaming_stalls(operation):
+            with self._watchdog.blaming(operation):
                 finish = start()
-            return Done() if finish is None else _OnHost(self, finish, operation)
+            return Done() if finish is None else _OnHost(self._watchdog, finish, operation)
         # The lane waits for all work that the device was given so far. Inputs are then written, and nobody reads
         # released memory any more. Work that the device is given later runs at the same time as the lane.
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self.stream), self.blaming_stalls(operation):
+        ready = torch.cuda.current_stream(self._device).record_event()
+        self.stream.wait_event(ready)
+        with torch.cuda.stream(self.stream), self._watchdog.blaming(operation):
             start()
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return _OnStream(event)
-
-
-def _is_of_the_backend(error: RuntimeError) -> bool:
-    """Whether the backend raised an error. Gloo raises plain RuntimeErrors, which are known by their text."""
-    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in ("gloo", "timed out"))
+        pending = _OnStream(ready, self.stream.record_event(), self._watchdog, operation)
+        if self.group is not None:
+            self._under_way.append(pending)
+        return pending

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import time
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
-from .watchdog import Watchdog
+from .store import StoreError, server_of_the_store
+from .watchdog import StallError, Watchdog
 
 POLL_SECONDS = 0.001
 LONGEST_POLL = 0.05
 LOOK_SECONDS = 1.0
 """How often a waiting rank looks where the others are."""
+ANSWER_SECONDS = 5.0
+"""How long the store may take for one answer."""
+
+Answer = TypeVar("Answer")
 
 
 class Missing(NamedTuple):
@@ -29,8 +36,8 @@ class Missing(NamedTuple):
 class Meeting:
     """A place where the ranks of one group meet. Each meeting is about one thing."""
 
-    def __init__(self, store: Any, name: str, ranks: list[int], rank: int, watchdog: Watchdog) -> None:
-        self._store, self._name, self._ranks, self._rank, self._watchdog = store, name, ranks, rank, watchdog
+    def __init__(self, name: str, ranks: list[int], rank: int, watchdog: Watchdog) -> None:
+        self._name, self._ranks, self._rank, self._watchdog = name, ranks, rank, watchdog
         self._count = 0
 
     def attend(self, subject: str, patience: float) -> Missing | None:
@@ -42,23 +49,28 @@ class Meeting:
             return None
         self._count += 1
         key = f"{self._name}/{self._count}"
-        self._store.set(f"{key}/{self._rank}", subject)
         room = f"{key}/{zlib.crc32(subject.encode())}"
-        self._store.add(room, 1)
+        self._ask(lambda store: (store.set(f"{key}/{self._rank}", subject), store.add(room, 1)))
         complete = self._wait(room, key, patience)
         # The first rank that knows decides for all. A rank may come while another one gives up.
-        if self._store.add(f"{room}/voted", 1) == 1:
-            self._store.set(f"{room}/verdict", "go" if complete else "stop")
-        if self._store.get(f"{room}/verdict") == b"go":
+        if self._ask(lambda store: store.add(f"{room}/voted", 1)) == 1:
+            self._ask(lambda store: store.set(f"{room}/verdict", "go" if complete else "stop"))
+        if self._ask(lambda store: store.get(f"{room}/verdict")) == b"go":
             return None
         return self._first_missing(key, subject)
+
+    def _ask(self, call: Callable[[Any], Answer]) -> Answer:
+        try:
+            return self._watchdog.store.ask(call, ANSWER_SECONDS)
+        except StoreError as error:
+            raise StallError(f"rank {self._rank} waited to meet the others; {server_of_the_store()} {error}") from error
 
     def _wait(self, room: str, key: str, patience: float) -> bool:
         begin = look = time.monotonic()
         pause, suspects = POLL_SECONDS, set[int]()
-        while self._store.add(room, 0) < len(self._ranks):
+        while self._ask(lambda store: store.add(room, 0)) < len(self._ranks):
             now = time.monotonic()
-            if now - begin > patience or self._store.check([f"{room}/verdict"]):
+            if now - begin > patience or self._ask(lambda store: store.check([f"{room}/verdict"])):
                 return False
             if now - look > LOOK_SECONDS:
                 look = now
@@ -71,14 +83,18 @@ class Meeting:
         return True
 
     def _absent(self, key: str) -> list[int]:
-        return [rank for rank in self._ranks if not self._store.check([f"{key}/{rank}"])]
+        return self._ask(lambda store: [rank for rank in self._ranks if not store.check([f"{key}/{rank}"])])
 
     def _first_missing(self, key: str, subject: str) -> Missing:
         for rank in self._absent(key):
             return Missing(rank, self._watchdog.where(rank))
         for rank in self._ranks:
-            other = self._store.get(f"{key}/{rank}").decode()
+            other = self._ask(partial(_read, f"{key}/{rank}"))
             if other != subject:
                 return Missing(rank, other)
         late = next(rank for rank in self._ranks if rank != self._rank)
         return Missing(late, "the same place, too late")
+
+
+def _read(key: str, store: Any) -> str:
+    return str(store.get(key), "utf-8")

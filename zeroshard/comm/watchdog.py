@@ -1,25 +1,29 @@
-"""Finds the rank that the other ranks wait for when a collective stalls, and the call that only some ranks make.
+"""Finds the rank that the other ranks wait for when a collective stalls, and ends collectives that would never end.
 
-Every rank posts its last collective and the user's call that it belongs to once a second, into the key-value store of
-the process group. A rank whose collective stalls reads the posts of all ranks. A thread does the posting: a rank that
-hangs in other code still posts, and a rank that has died is silent.
+Every rank posts its last collective and the user's call that it belongs to once a second (``posts``). A rank whose
+collective stalls reads the posts of all ranks, and raises an error that names the missing rank. A thread does the
+posting: a rank that hangs in other code still posts, and a rank that has died or was stopped is silent.
+
+The same thread looks at the collectives on the device. The host may be in ``loss.item()`` then, and would wait for ever
+for a rank that is gone. The thread aborts such a collective. The next call of the library raises.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from ..system import compat
+from .posts import Post, Posts
+from .store import BoundedStore, StoreError, server_of_the_store
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3
@@ -32,17 +36,18 @@ LEAVE_SECONDS = 5.0
 _posting: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
-class Post(NamedTuple):
-    """The last message of a rank about itself."""
+class StallError(RuntimeError):
+    """A collective did not complete. The message names the missing rank, and where it was last seen."""
 
-    beat: int
-    operations: int
-    where: str
-    """The collective that the rank began last."""
-    call: str | None
-    """The user's call that the rank is in."""
-    calls: dict[str, int]
-    """How many times the rank has begun each of the user's calls. The last one comes last."""
+
+class WatchedLane(Protocol):
+    """Collectives whose end the watchdog looks after."""
+
+    def waiting(self) -> object | None:
+        """The collective on the device that waits for other ranks now. Its text names it. None if there is none."""
+
+    def abort(self) -> None:
+        """Ends all collectives on the device. None is possible afterwards."""
 
 
 class _Other(NamedTuple):
@@ -55,30 +60,38 @@ class _Other(NamedTuple):
     def told(self) -> str:
         last = next(reversed(self.post.calls), None)
         if self.gone:
-            return f"rank {self.rank} has died or left, " + ("before any call" if last is None else f"after {last}")
+            since = "before any call" if last is None else f"after {last}"
+            return f"rank {self.rank} has died or left, or is stopped, {since}"
         if self.post.call is not None:
             return f"rank {self.rank} is in {self.post.call}"
         return f"rank {self.rank} is in no such call" + ("" if last is None else f"; its last one was {last}")
 
 
 class Watchdog:
-    """Posts this rank's progress, and explains a stall from the posts of all ranks."""
+    """Posts this rank's progress, explains a stall from the posts of all ranks, and ends it."""
 
-    def __init__(self, store: Any, rank: int, world: int, name: str, timeout: float) -> None:
-        self._store, self._rank, self._world, self._name, self._timeout = store, rank, world, name, timeout
+    def __init__(self, posts: Posts, rank: int, world: int, timeout: float) -> None:
+        self._posts, self._rank, self._world, self._timeout = posts, rank, world, timeout
+        self.lanes: list[WatchedLane] = []
+        """What this watchdog looks after."""
         self._operations, self._where, self._beat = 0, "the start", 0
         self._pass: str | None = None
         """The forward or backward that runs. An exception may have ended it."""
         self._call: str | None = None
         """The other call that runs: of a function, say. It may be inside a forward."""
         self._calls: dict[str, int] = {}
-        self._stopped = threading.Event()
+        self._broken: str | None = None
+        """Why a collective did not complete. The ranks no longer know which data has arrived where."""
+        self._waits: dict[int, tuple[object, float]] = {}
+        """For each lane: the collective that waits, and since when."""
+        self._stopped, self._ended = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="zeroshard-watchdog", daemon=True)
 
     @classmethod
     def start(cls, rank: int, world: int, name: str, timeout: float) -> Watchdog:
         """Begins to post. ``name`` is the same on all ranks, and belongs to no other group."""
-        watchdog = cls(compat.default_store(), rank, world, f"zeroshard/{name}", timeout)
+        posts = Posts(BoundedStore(compat.default_store()), rank, world, name)
+        watchdog = cls(posts, rank, world, timeout)
         watchdog._thread.start()
         _posting.add(watchdog)
         return watchdog
@@ -86,8 +99,12 @@ class Watchdog:
     @classmethod
     def silent(cls, rank: int, world: int) -> Watchdog:
         """Posts nothing. For a rank that waits for no other rank."""
-        stores: Any = dist  # its annotations do not list HashStore
-        return cls(stores.HashStore(), rank, world, "zeroshard", 0.0)
+        return cls(Posts(BoundedStore(compat.private_store()), rank, world, "alone"), rank, world, 0.0)
+
+    @property
+    def store(self) -> BoundedStore:
+        """The store that the ranks post to."""
+        return self._posts.store
 
     def note(self, where: str) -> None:
         """Remembers the collective that this rank begins, for the next post."""
@@ -120,29 +137,52 @@ class Watchdog:
 
     def stop(self) -> None:
         self._stopped.set()
+        self.store.stop()
 
     def fail(self, what: str) -> None:
         """Tells the other ranks what went wrong on this rank. Any thread may call this."""
-        with contextlib.suppress(RuntimeError, dist.DistError):  # the store is gone: the job is ending
-            self._store.set(f"{self._name}/failed", json.dumps((self._rank, what)))
-
-    def failure(self) -> str | None:
-        """What went wrong on another rank, if that rank has called ``fail``."""
-        with contextlib.suppress(RuntimeError, dist.DistError):
-            if self._store.check([f"{self._name}/failed"]):
-                rank, what = json.loads(self._store.get(f"{self._name}/failed"))
-                return None if rank == self._rank else f"rank {rank} failed: {what}"
-        return None
+        self._posts.fail(what)
 
     def where(self, rank: int) -> str:
         """Where another rank was when it last posted."""
-        post = self._read_all().get(rank)
+        post = self._posts.read(rank)
         return "nowhere: it has never posted" if post is None else post.where
 
     def is_ahead(self, rank: int) -> bool:
         """Whether another rank has begun a collective that this rank has not come to."""
-        post = self._read_all().get(rank)
+        post = self._posts.read(rank)
         return post is not None and post.operations > self._operations
+
+    # -- stalls ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises if a collective of this model has failed before."""
+        if self._broken is not None:
+            raise StallError(f"{self._broken} (no collective is possible since an earlier one failed)")
+
+    def break_off(self, why: str) -> None:
+        """Refuses all later collectives of this model, so that no rank uses data that did not arrive."""
+        self._broken = self._broken or why
+
+    @contextmanager
+    def blaming(self, operation: str, *, half_done: bool = False) -> Iterator[None]:
+        """Turns a time-out or lost connection of the backend into an error that names the rank and the operation.
+
+        ``half_done``: no collective is possible after any other error either, because a sum may be incomplete.
+        """
+        self.check()
+        try:
+            yield
+        except StallError:
+            raise
+        except BaseException as error:
+            if not _is_of_the_backend(error):
+                if half_done:
+                    self.break_off(f"{type(error).__name__}: {error}")
+                raise
+            self.check()  # the thread has aborted this collective, and knows why
+            self.break_off(f"{self.explain(operation)} (the backend said: {error})")
+            raise StallError(self._broken) from error
 
     def explain(self, waiting_in: str) -> str:
         """Names the call that waited, the missing rank and where it is, then the collective.
@@ -150,32 +190,40 @@ class Watchdog:
         Reads all posts twice, some beats apart: the post of a slow rank changes, the post of a dead rank does not.
         """
         opening = f"rank {self._rank} waited for {waiting_in}"
-        failed = self.failure()
+        failed = self._posts.failure()
         if failed is not None:
             return f"{opening}, and {failed}"
-        before = self._read_all()
-        self._stopped.wait(SILENT_BEATS * BEAT_SECONDS)
-        after = self._read_all()
-        opening += f" (stall_timeout={self._timeout:g} s)"
-        if not after:
-            return self._blame(
-                None,
-                f"{opening}; rank 0, which has the store of the process group, cannot be reached: it has died or left",
-            )
+        try:
+            before = self._posts.read_all()
+            self._stopped.wait(SILENT_BEATS * BEAT_SECONDS)
+            after = self._posts.read_all()
+        except StoreError as error:
+            state = "cannot be reached: it has died or left" if error.lost else "does not answer: it is stopped"
+            return self._blame(None, f"{self._timed(opening)}; {server_of_the_store()} {state}")
+        explained, gone = self._compare(self._timed(opening), before, after)
+        if gone:
+            self.fail(explained)  # this rank ends, too: the others shall know which rank was the first
+        return explained
+
+    def _timed(self, opening: str) -> str:
+        return f"{opening} (stall_timeout={self._timeout:g} s)"
+
+    def _compare(self, opening: str, before: dict[int, Post], after: dict[int, Post]) -> tuple[str, bool]:
+        """The explanation from two readings of the posts, and whether the rank that is missing is gone."""
         others = [rank for rank in range(self._world) if rank != self._rank]
         for rank in others:
             if rank not in after:
-                return self._blame(None, f"{opening}; rank {rank} has died or left (never seen)")
+                return self._blame(None, f"{opening}; rank {rank} has died or left, or is stopped (never seen)"), True
             if before.get(rank) == after[rank]:
-                last = f"last seen at {after[rank].where}"
-                return self._blame(
-                    _Other(rank, after[rank], gone=True), f"{opening}; rank {rank} has died or left ({last})"
-                )
+                details = f"{opening}; rank {rank} has died or left, or is stopped (last seen at {after[rank].where})"
+                return self._blame(_Other(rank, after[rank], gone=True), details), True
         behind = min(others, key=lambda rank: after[rank].operations)
         where, other = after[behind].where, _Other(behind, after[behind], gone=False)
         if all(post.operations <= after[behind].operations for post in after.values()):
-            return self._blame(other, f"{opening}; rank {behind} is alive, at {where}, and did not join")
-        return self._blame(other, f"{opening}; rank {behind} is alive but behind: its last collective was {where}")
+            details = f"{opening}; rank {behind} is alive, at {where}, and did not join"
+        else:
+            details = f"{opening}; rank {behind} is alive but behind: its last collective was {where}"
+        return self._blame(other, details), False
 
     def _blame(self, other: _Other | None, details: str) -> str:
         """The explanation in the words of the user's program, followed by the details of the collective."""
@@ -200,28 +248,59 @@ class Watchdog:
         ]
         return f"the ranks have not made the same calls so far: {', '.join(found)}" if found else None
 
+    # -- the thread -----------------------------------------------------------------------------------------------
+
     def _run(self) -> None:
         while True:
             self._beat += 1
-            try:
-                post = Post(self._beat, self._operations, self._where, self._call or self._pass, dict(self._calls))
-                self._store.set(f"{self._name}/{self._rank}", json.dumps(post))
-            except (RuntimeError, dist.DistError):
-                return  # the store is gone: the job is ending
+            call = self._call or self._pass
+            self._posts.post(Post(self._beat, self._operations, self._where, call, dict(self._calls)))
+            self._look()
             if self._stopped.wait(BEAT_SECONDS):
                 return
 
-    def _read_all(self) -> dict[int, Post]:
-        posts: dict[int, Post] = {}
-        deadline = time.monotonic() + BEAT_SECONDS
-        try:
-            for rank in range(self._world):
-                key = f"{self._name}/{rank}"
-                if time.monotonic() < deadline and self._store.check([key]):
-                    posts[rank] = Post(*json.loads(self._store.get(key)))
-        except (RuntimeError, dist.DistError):
-            return {}
-        return posts
+    def _look(self) -> None:
+        """Ends collectives on the device that wait for other ranks for too long, or that failed."""
+        if self._ended:
+            return
+        if self._broken is not None:
+            self._begin(self._abort)
+            return
+        now = time.monotonic()
+        for number, lane in enumerate(self.lanes):
+            waiting = lane.waiting()
+            seen, since = self._waits.get(number, (None, now))
+            if waiting is not seen:
+                self._waits[number] = (waiting, now)
+            elif waiting is not None and now - since > self._patience():
+                self._begin(partial(self._end, str(waiting)))
+                return
+
+    def _patience(self) -> float:
+        """How long a collective may wait. A rank that has failed is not waited for."""
+        return BEAT_SECONDS if self._posts.failure() is not None else self._timeout
+
+    def _end(self, operation: str) -> None:
+        self.break_off(self.explain(operation))
+        self._abort()
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        """Runs work on a thread of its own: this rank must go on posting, or others would think that it is dead."""
+        self._ended = True
+        threading.Thread(target=work, name="zeroshard-abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        """Aborts all lanes at the same time: the end of one may have to wait for the end of another."""
+        for lane in self.lanes:
+            threading.Thread(target=lane.abort, name="zeroshard-abort", daemon=True).start()
+
+
+def _is_of_the_backend(error: BaseException) -> bool:
+    """Whether the backend raised an error. Gloo raises plain RuntimeErrors, which are known by their text."""
+    signs = ("gloo", "timed out")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+    )
 
 
 @atexit.register
@@ -233,3 +312,4 @@ def _stop_all() -> None:
     latest = time.monotonic() + LEAVE_SECONDS
     for watchdog in watchdogs:
         watchdog._thread.join(max(0.0, latest - time.monotonic()))
+        watchdog.store.stop(max(0.0, latest - time.monotonic()))

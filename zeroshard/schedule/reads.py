@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..comm.fabric import Fabric
-from ..comm.lane import StallError
+from ..comm.watchdog import StallError
 from ..shown.absent import Use
 from ..states.flat import Flat
 from ..states.unit import Graph, Unit

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -381,6 +383,47 @@ def default_store() -> Any:
             return own
         _connections[:] = [(weakref.ref(store), own)]  # weak, so that the store and its server end with their group
     return _connections[0][1]
+
+
+def private_store() -> Any:
+    """A key-value store that no other process has."""
+    stores: Any = dist  # its annotations do not list the stores
+    return stores.HashStore()
+
+
+def host_messages(name: str, rank: int, world: int, address: str | None, patience: timedelta) -> Any:
+    """A group of Gloo for single messages between the hosts of two ranks, which torch does not know of.
+
+    Two ranks connect when they first talk. Connections between all of thousands of ranks would take long to make.
+    ``address`` is where the other ranks reach this one. Without it, or if GLOO_SOCKET_IFNAME is set, torch decides.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    interface, _, _ = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")
+    where = {"interface": interface} if interface else {} if address is None else {"hostname": address}
+    options = gloo._Options()
+    options._devices = [gloo.create_device(**where, lazy_init=True) if where else gloo.create_default_device(True)]
+    options._timeout, options._threads = patience, 1
+    stores: Any = dist
+    return gloo(stores.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank, world, options)
+
+
+@contextmanager
+def errors_left_to_caller() -> Iterator[None]:
+    """Groups of NCCL that are made inside do not end the process when a collective fails. The user's setting counts."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Ends the collectives of a group of NCCL on this rank's device, whatever the other ranks do."""
+    cast(Any, group).abort()
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

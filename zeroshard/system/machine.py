@@ -8,10 +8,12 @@ this module starts no process and sets no variable.
 import contextlib
 import enum
 import hashlib
+import ipaddress
 import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +36,8 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 a = torch.ones(128, 128, dtype=torch.bfloat16)
 assert (a @ a)[0, 0].item() == 128
 """
+LOOPBACK: Final = "127.0.0.1"
+ANYWHERE: Final = "192.0.2.1"  # RFC 5737: an address of documentation, where nobody is
 _PROBE_TIMEOUT: Final = 120.0  # seconds; importing torch from a cold disk is slow, the product is not
 
 
@@ -249,3 +253,23 @@ def _read(file: Path) -> str | None:
         return file.read_text(errors="replace").strip()
     except OSError:
         return None
+
+
+def address_for_ranks() -> str | None:
+    """The address at which the other ranks reach this host. None if the environment does not tell.
+
+    The host's own name often resolves to an address that only the host itself can reach. So the address is the one
+    that the system would use towards the host of rank 0. Nothing is sent to find it out.
+    """
+    known = os.environ.get
+    if known("LOCAL_WORLD_SIZE") is not None and known("LOCAL_WORLD_SIZE") == known("WORLD_SIZE"):
+        return LOOPBACK
+    for target in filter(None, (known("MASTER_ADDR"), ANYWHERE)):
+        with contextlib.suppress(OSError):
+            family, kind, protocol, _, where = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                address = str(probe.getsockname()[0])
+            if not ipaddress.ip_address(address).is_loopback:  # else this is the host of rank 0
+                return address
+    return None
