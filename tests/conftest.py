@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.nccl.processes import rehearsing
 from tests.offload import scenarios
 from tests.ranks import Pool
 
-NEED_A_GPU = (Path(__file__).parent / "gpu", Path(__file__).parent / "nccl")
+ON_GPU, ON_NCCL = Path(__file__).parent / "gpu", Path(__file__).parent / "nccl"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,8 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU the tests that need one are skipped, and the summary says so."""
     if torch.cuda.is_available():
         return
+    folders = (ON_GPU,) if rehearsing() else (ON_GPU, ON_NCCL)
     for item in items:
-        if any(folder in item.path.parents for folder in NEED_A_GPU):
+        if any(folder in item.path.parents for folder in folders):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 

@@ -1,23 +1,74 @@
 """Several NCCL ranks on one GPU: processes with a host name each, so that NCCL takes them for separate machines.
 
-``@on_nccl(2)`` turns a test into one whose body runs in two processes of its own.
+``@on_nccl(2)`` turns a test into one whose body runs on two ranks, in a fresh NCCL group; the processes live as long as
+the session, as those of ``tests/ranks.py`` do. ``start`` and ``outputs`` run a whole program on fresh processes.
+Without a GPU ``ZEROSHARD_REHEARSE=1`` runs the same tests on the CPU over Gloo, except those marked ``on_the_device``.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Pool, on_ranks
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 140.0
-"""Seconds in which all ranks must have ended."""
+"""Seconds in which all ranks of a program must have ended."""
+LONGEST = 90.0
+"""Seconds in which all ranks must have ended a test's body."""
+GRACE = 10.0
+"""Seconds that ranks have left when another has failed: with NCCL they may wait for it for ever."""
+
+on_the_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: it is about the device")
+
+
+def rehearsing() -> bool:
+    """Whether the tests run on the CPU, because there is no GPU and somebody asked for it."""
+    return not torch.cuda.is_available() and os.environ.get("ZEROSHARD_REHEARSE") == "1"
+
+
+def device() -> torch.device:
+    """The device of all ranks."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+# -- bodies of tests --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def pool() -> Pool:
+    """The rank processes of this session. ``pool().run(body, 4, {...})`` runs one body on four of them."""
+    return Pool("gloo" if rehearsing() else "nccl", _variables, patience=LONGEST, grace=GRACE)
+
+
+on_nccl = functools.partial(on_ranks, pool=pool)
+"""Runs a test's body on so many NCCL ranks. Arguments come from pytest's parametrisation and fixtures."""
+
+
+def _variables(rank: int, world: int) -> dict[str, str]:
+    return {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_MAX_NCHANNELS": "1",  # a group is made faster, and small messages need no more
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+
+
+# -- whole programs ---------------------------------------------------------------------------------------------------
 
 
 def start(command: Sequence[str], world: int) -> list[subprocess.Popen[str]]:
@@ -39,20 +90,8 @@ def start(command: Sequence[str], world: int) -> list[subprocess.Popen[str]]:
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    return {
-        "NCCL_HOSTID": f"rank-{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": str(ROOT),
-    }
+    found = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    return _variables(rank, world) | found
 
 
 def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
@@ -66,38 +105,3 @@ def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     told = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(found))
     assert codes == [0] * len(codes), f"exit codes {codes}\n{told}"
     return found
-
-
-def on_nccl(world: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Runs a test's body on ``world`` NCCL ranks."""
-
-    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        @functools.wraps(body)
-        def test() -> None:
-            command = [sys.executable, __file__, body.__code__.co_filename, body.__qualname__]
-            outputs(start(command, world))
-
-        return test
-
-    return decorate
-
-
-def _run(file: str, name: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    spec = importlib.util.spec_from_file_location("on_nccl", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
-    torch.manual_seed(0)
-    getattr(module, name).__wrapped__()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _run(*sys.argv[1:])
