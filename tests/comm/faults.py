@@ -64,7 +64,6 @@ class End(NamedTuple):
     kind: str
     """The name of the exception."""
     text: str
-    printed: str
 
 
 def run(case: Case) -> dict[int, End]:
@@ -76,29 +75,24 @@ def run(case: Case) -> dict[int, End]:
             return _watch(case, Path(folder), processes)
         finally:
             for process in processes:
-                _end(process)
+                process.kill()
+            for pid in Path(folder).glob("pid-*"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+            for process in processes:
+                process.communicate()
 
 
 def _under_torchrun(command: list[str], world: int) -> list[subprocess.Popen[str]]:
     torchrun = [command[0], "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--no-python"]
-    return [
-        subprocess.Popen(
-            [*torchrun, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    ]
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL) if os.getpgid(process.pid) == process.pid else process.kill()
-    process.communicate()
+    return [subprocess.Popen([*torchrun, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)]
 
 
 def _watch(case: Case, folder: Path, processes: list[subprocess.Popen[str]]) -> dict[int, End]:
     lasting = case.fault in ("kill", "stop")  # such a rank cannot tell how it ended
     expected = [rank for rank in range(case.world) if not (lasting and rank == case.rank)]
     broken = folder / "broken"
-    _wait(broken.exists, START, lambda: "the fault did not come: " + _printed(processes))
+    _wait(broken.exists, START, lambda: "the rank did not break")
     since = float(broken.read_text())
     if case.launcher:
         processes[0].send_signal(signal.SIGSTOP)
@@ -116,16 +110,9 @@ def _watch(case: Case, folder: Path, processes: list[subprocess.Popen[str]]) -> 
     found = {}
     for rank in expected:
         told = json.loads((folder / f"end-{rank}").read_text())
-        printed = "" if case.launcher else processes[rank].communicate()[0]
-        code = 0 if case.launcher else processes[rank].returncode
-        found[rank] = End(ended[rank], code, told["kind"], told["text"], printed)
+        code = 1 if case.launcher else processes[rank].wait()
+        found[rank] = End(ended[rank], code, told["kind"], told["text"])
     return found
-
-
-def _printed(processes: list[subprocess.Popen[str]]) -> str:
-    for process in processes:
-        process.kill()
-    return "\n".join(process.communicate()[0] for process in processes)
 
 
 def _is_gone(pid: int) -> bool:

@@ -59,10 +59,10 @@ class BoundedStore:
             self._begin(call, SimpleQueue())
 
     def stop(self, patience: float = 0.0) -> None:
-        """Ends the thread, and waits for it at most so long."""
+        """Ends the thread, and waits for it at most so long. A thread that waits for the store is not waited for."""
         if self._thread is not None:
             self._calls.put(None)
-            self._thread.join(patience)
+            self._thread.join(patience if self._unanswered is None else 0.0)
 
     def _begin(self, call: Callable[[Any], object], reply: SimpleQueue[_Reply]) -> None:
         if self._thread is None:
