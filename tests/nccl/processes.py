@@ -22,13 +22,11 @@ PATIENCE = 140.0
 
 def start(command: Sequence[str], world: int) -> list[subprocess.Popen[str]]:
     """Starts a command on every rank; output and errors go to one pipe a rank."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [
         subprocess.Popen(
             command,
-            env=os.environ | _environment(rank, world, port),
+            env=os.environ | environment(rank, world, port),
             cwd=ROOT,
             text=True,
             stdout=subprocess.PIPE,
@@ -38,7 +36,15 @@ def start(command: Sequence[str], world: int) -> list[subprocess.Popen[str]]:
     ]
 
 
-def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+def free_port() -> int:
+    """A port on which nobody listens now."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables of one rank among those that share the GPU."""
     return {
         "NCCL_HOSTID": f"rank-{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
