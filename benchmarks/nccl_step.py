@@ -14,7 +14,8 @@ torch's fused AdamW and the same number of host threads. Beyond that:
 - FSDP2: a group a block, fp32 shards, `MixedPrecisionPolicy` with bf16 parameters and reduction. Offload:
   `CPUOffloadPolicy` with pinned memory, fused AdamW on the host.
 - DeepSpeed: bf16 with fp32 masters, `overlap_comm`, contiguous gradients, buckets of 5e7 elements (those of its
-  tutorial). Offload: pinned memory and DeepSpeedCPUAdam, which is compiled before anything is measured.
+  tutorial). Offload: pinned memory and DeepSpeedCPUAdam, which is compiled before anything is measured. Its masters
+  start from parameters that were rounded to bf16, so its loss differs a little from the others'.
 - zeroshard: the defaults, except for the options in a row's name.
 
 *step()* is the host's time inside `optimizer.step()`. For DDP and FSDP2 clipping is in it, for DeepSpeed it is
@@ -169,14 +170,16 @@ class Kernel:
 @contextmanager
 def multi_process_service(wanted: bool) -> Iterator[None]:
     """Lets the ranks of a world use the GPU at the same time. Each world has its own: a killed rank may break it."""
-    started = wanted and subprocess.run([MPS, "-d"], check=False, capture_output=True).returncode == 0
+    silent: dict[str, Any] = {"check": False, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = wanted and subprocess.run([MPS, "-d"], **silent).returncode == 0
     if wanted and not started:
         print(f"{MPS} -d failed: if no service runs already, ranks take turns on the GPU", flush=True)
     try:
         yield
     finally:
         if started:
-            subprocess.run([MPS], input=b"quit\n", check=False, capture_output=True)
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run([MPS], input=b"quit\n", timeout=GRACE, **silent)
 
 
 def run_world(world: World, rows: dict[int, Row], args: argparse.Namespace, deadline: float) -> None:
