@@ -51,7 +51,7 @@ $(PEERS): $(READY)
 	@touch $@
 
 bench: $(PEERS)  ## tokens/s and peak memory beside DDP, FSDP2 and DeepSpeed, on two CPU ranks (about five minutes)
-	$(BIN)/python benchmarks/cpu_step.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python benchmarks/cpu_step.py $(ARGS)
 
 bench-adam: $(PEERS)  ## the host optimizer beside DeepSpeed's, torch's and the memory's own speed (about a minute)
 	$(BIN)/python benchmarks/adam.py $(ARGS)

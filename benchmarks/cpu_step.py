@@ -1,6 +1,6 @@
 """Tokens per second and peak memory of a training step on CPU ranks, beside DDP, FSDP2 and DeepSpeed, in one run.
 
-    python benchmarks/cpu_step.py [--ranks 2] [--layers 6] [--hidden 384] [--batch 2] [--rounds 9] [--out FILE.json]
+    PYTHONPATH=. python benchmarks/cpu_step.py [--ranks 2] [--layers 6] [--hidden 384] [--rounds 9] [--out FILE.json]
 
 Every way of training gets rank processes of its own, which live from start to end. They take turns: in each round
 every one of them trains a few steps while the others sleep, so that a machine that slows down slows all of them, and
@@ -35,11 +35,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zeroshard
+from benchmarks.peers import deepspeed_engine, fully_sharded
 from zeroshard.config.job import ModelConfig
-from zeroshard.train.gpt import GPT, Block
+from zeroshard.train.gpt import GPT
 
 LEARNING_RATE = 1e-4
 MAX_NORM = 1.0
@@ -142,37 +144,17 @@ def ddp(config: ModelConfig) -> Step:
 
 def fsdp2(config: ModelConfig) -> Step:
     """fully_shard, a group a block."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = GPT(config)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = fully_sharded(GPT(config), init_device_mesh("cpu", (dist.get_world_size(),)))
     return ordinary_step(model, adamw(model))
 
 
 def deepspeed(stage: int) -> Builder:
-    """DeepSpeed at one stage, with torch's optimizer."""
+    """DeepSpeed at one stage, with torch's optimizer and buckets of a block, which is what the others use."""
 
     def build(config: ModelConfig) -> Step:
-        import deepspeed
-
         model = GPT(config)
-        # Its default of 5e8 elements would be allocated whatever the model's size; a block is what the others use.
         bucket = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-        zero = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-        settings = {
-            "train_micro_batch_size_per_gpu": 1,  # it only logs throughput with it
-            "zero_optimization": zero | ({"stage3_prefetch_bucket_size": bucket} if stage == 3 else {}),
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": MAX_NORM,
-            "steps_per_print": sys.maxsize,
-        }
-        deepspeed.init_distributed("gloo", verbose=False)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)
+        engine = deepspeed_engine(model, adamw(model), stage=stage, bucket=bucket, max_norm=MAX_NORM)
 
         def step(tokens: Tensor, targets: Tensor) -> Tensor:
             loss: Tensor = engine(tokens, targets)

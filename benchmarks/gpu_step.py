@@ -23,8 +23,9 @@ from torch import Tensor
 
 import zeroshard
 from benchmarks.delayed_group import LINKS, DelayedGroup, delayed_world
+from benchmarks.peers import fully_sharded
 from zeroshard.config.job import ModelConfig
-from zeroshard.train.gpt import GPT, Block
+from zeroshard.train.gpt import GPT
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -77,15 +78,12 @@ def plain(config: ModelConfig) -> Step:
 
 def fsdp2(config: ModelConfig) -> Step:
     """FSDP2 with bf16 compute and reduction, a group a block."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     with torch.device("cuda"):
         model = GPT(config)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    fully_sharded(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def step(tokens: Tensor, targets: Tensor) -> None:

@@ -46,7 +46,9 @@ def device() -> torch.device:
 @functools.cache
 def pool() -> Pool:
     """The rank processes of this session. ``pool().run(body, 4, {...})`` runs one body on four of them."""
-    return Pool("gloo" if rehearsing() else "nccl", _variables, patience=LONGEST, grace=GRACE)
+    few = {"NCCL_MAX_NCHANNELS": "1"}  # a group is made faster, and small messages need no more
+    backend = "gloo" if rehearsing() else "nccl"
+    return Pool(backend, lambda rank, world: _variables(rank, world) | few, patience=LONGEST, grace=GRACE)
 
 
 on_nccl = functools.partial(on_ranks, pool=pool)
@@ -60,7 +62,6 @@ def _variables(rank: int, world: int) -> dict[str, str]:
         "NCCL_IB_DISABLE": "1",
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
-        "NCCL_MAX_NCHANNELS": "1",  # a group is made faster, and small messages need no more
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(world),
@@ -73,13 +74,11 @@ def _variables(rank: int, world: int) -> dict[str, str]:
 
 def start(command: Sequence[str], world: int) -> list[subprocess.Popen[str]]:
     """Starts a command on every rank; output and errors go to one pipe a rank."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [
         subprocess.Popen(
             command,
-            env=os.environ | _environment(rank, world, port),
+            env=os.environ | environment(rank, world, port),
             cwd=ROOT,
             text=True,
             stdout=subprocess.PIPE,
@@ -89,9 +88,22 @@ def start(command: Sequence[str], world: int) -> list[subprocess.Popen[str]]:
     ]
 
 
-def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    found = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+def free_port() -> int:
+    """A port on which nobody listens now."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables of one rank among those that share the GPU."""
+    found = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "PYTHONPATH": _path()}
     return _variables(rank, world) | found
+
+
+def _path() -> str:
+    """Where ranks find the package, and what else this process was told to import."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
