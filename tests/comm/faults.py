@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,8 @@ GRACE = 10.0
 """Seconds in which a rank says what it knows, after ``stall_timeout``, and its process ends."""
 START = 100.0
 """Seconds until the rank must have broken."""
+OWN_ERRORS = {"raise": "BrokenError", "exhaust": "OutOfMemoryError"}
+"""What the rank that breaks raises."""
 BREAKING_STEP = 3
 STEPS = 6
 
@@ -50,9 +52,13 @@ class Case:
     launcher: bool = False
     """Whether torchrun's agent, which has the store, is stopped too. CPU only."""
 
+    def on(self, device: str) -> Case:
+        """The same on another device."""
+        return replace(self, device=device)
+
     def __str__(self) -> str:
         extras = [name for name in ("offload", "reads_loss", "launcher") if getattr(self, name)]
-        return "-".join([self.fault, self.place, f"rank{self.rank}", f"stage{self.stage}", *extras])
+        return "-".join([self.fault, self.place, f"rank{self.rank}of{self.world}", f"stage{self.stage}", *extras])
 
 
 class End(NamedTuple):
@@ -233,9 +239,19 @@ def main() -> None:
         (folder / f"end-{rank}").write_text(json.dumps({"kind": kind, "text": text}))
 
 
-def names(text: str, rank: int) -> bool:
-    """Whether a text blames a rank."""
-    return re.search(rf"\brank {rank}(,| has| is| failed)", text) is not None
+def assert_ended_well(case: Case, ends: dict[int, End]) -> None:
+    """Every rank ended with an error, which names the rank that broke if it is not that rank's own."""
+    for rank, end in ends.items():
+        print(f"{case}: rank {rank} ended after {end.seconds:.1f} s with {end.code}: {end.kind}: {end.text}")
+    for rank, end in ends.items():
+        assert end.code > 0, f"rank {rank} ended with {end.code}"  # below zero: by a signal
+        if rank == case.rank and case.fault in OWN_ERRORS:
+            assert end.kind == OWN_ERRORS[case.fault]
+        elif case.launcher:
+            assert "has the store of the process group, does not answer" in end.text
+        else:
+            assert end.kind in ("StallError", "DisagreementError", "CheckpointError"), end
+            assert re.search(rf"\brank {case.rank}(,| has| is| failed|:)", end.text), end.text
 
 
 if __name__ == "__main__":

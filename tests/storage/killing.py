@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -34,13 +34,20 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # so that runs can be comp
 class Torchrun:
     """A job under torchrun, and what it prints."""
 
-    def __init__(self, out: Path, restarts: int, *arguments: str, ranks: int = 2) -> None:
+    def __init__(
+        self,
+        out: Path,
+        restarts: int,
+        *arguments: str,
+        ranks: int = 2,
+        environment: Mapping[str, str] = ENVIRONMENT,
+    ) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [f"--max-restarts={restarts}", "--monitor-interval=0.05", *JOB, "--out", str(out), *arguments]
         self.lines: list[str] = []
         self.begun = threading.Semaphore(0)
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -93,10 +100,10 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
-def kill_often(out: Path, kills: int, seed: int, *arguments: str) -> str:
+def kill_often(out: Path, kills: int, seed: int, *arguments: str, environment: Mapping[str, str] = ENVIRONMENT) -> str:
     """Runs the job to its end although a rank is killed so many times; returns what it printed."""
     chance = random.Random(seed)
-    run = Torchrun(out, kills, *arguments)
+    run = Torchrun(out, kills, *arguments, environment=environment)
     done = 0
     while done < kills:
         assert run.begun.acquire(timeout=LONGEST_WAIT), "\n".join(run.lines)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .fabric import Fabric
 
 
 def start_process_group(device: torch.device) -> None:
@@ -38,10 +41,13 @@ def _store_of_restart() -> Any:
     return stores.PrefixStore(f"restart {restart}", store)
 
 
-def end_process_group() -> None:
-    """Ends the process group, if there is one, after all ranks have come here."""
+def end_process_group(fabric: Fabric | None = None) -> None:
+    """Ends the process group, if there is one, after all ranks have come here. ``fabric`` names a missing rank."""
     if dist.is_initialized():
-        dist.barrier()
+        if fabric is None:
+            dist.barrier()
+        else:
+            fabric.maximum([0], "the end of the job")
         dist.destroy_process_group()
 
 

@@ -2,11 +2,11 @@
 
 import math
 import os
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,6 +15,7 @@ import zeroshard
 
 from ..comm.process_group import end_process_group, start_process_group
 from ..config.job import Job, resolve_device
+from ..runtime import runtime_of
 from ..system.allocator import defragment
 from ..system.machine import available_memory, device_of_rank, usable_cores
 from .checkpoints import BY_SIGNAL, NEVER, RunCheckpoints, Start, tell_launcher
@@ -57,13 +58,6 @@ class Rank:
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen, tensor_parallel)
-
-    def mean(self, value: Tensor) -> float:
-        """Return the mean of a scalar over all ranks; every rank calls this."""
-        total = value.detach().float().clone()
-        if self.world > 1:
-            dist.all_reduce(total)
-        return total.item() / self.world
 
 
 def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
@@ -124,7 +118,7 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
 
             last = step == job.train.steps
             if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
-                record.measured(step, here.mean(loss), zeroshard.stats(model))
+                record.measured(step, mean(model, loss), zeroshard.stats(model))
                 bar.show(step, record)
             if last:
                 zeroshard.synchronize(model)  # publishes a delayed update
@@ -139,7 +133,7 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
 
     stopped = checkpoints.stopped
     weights = save_weights(out, job.model, model) if stopped is None else []
-    end_process_group()
+    end_process_group(runtime_of(model).fabric)
     if here.rank != 0:
         return
     if stopped is not None:
@@ -203,6 +197,11 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
     return LOWEST_LR + (1 - LOWEST_LR) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
+def mean(model: nn.Module, value: Tensor) -> float:
+    """Return the mean of a scalar over all ranks; every rank calls this. It waits for the device, not for ever."""
+    return statistics.fmean(runtime_of(model).fabric.gather_objects(value.item()))
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
     """Return the mean loss on held-out files. Every rank calls this and evaluates its part of them."""
@@ -218,7 +217,7 @@ def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
         batch = batch.to(here.device)
         total += model(batch.tokens, batch.targets)
     model.train()
-    return here.mean(total) / job.train.evaluate_batches
+    return mean(model, total) / job.train.evaluate_batches
 
 
 def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
