@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -60,8 +60,7 @@ class _Other(NamedTuple):
     def told(self) -> str:
         last = next(reversed(self.post.calls), None)
         if self.gone:
-            since = "before any call" if last is None else f"after {last}"
-            return f"rank {self.rank} has died or left, or is stopped, {since}"
+            return f"rank {self.rank} has died or left, or is stopped" + ("" if last is None else f", after {last}")
         if self.post.call is not None:
             return f"rank {self.rank} is in {self.post.call}"
         return f"rank {self.rank} is in no such call" + ("" if last is None else f"; its last one was {last}")
@@ -233,7 +232,7 @@ class Watchdog:
         sentences = [f"rank {self._rank} waited in {call}, which is collective: every rank must make it"]
         if other is not None:
             sentences.append(other.told())
-            differing = self._differing(other)
+            differing = None if other.gone else self._differing(other)  # its last post may be old
             if differing:
                 sentences.append(differing)
         return f"{'; '.join(sentences)}. In detail: {details}"
@@ -255,7 +254,8 @@ class Watchdog:
             self._beat += 1
             call = self._call or self._pass
             self._posts.post(Post(self._beat, self._operations, self._where, call, dict(self._calls)))
-            self._look()
+            with suppress(RuntimeError):  # an error of the device: the next use of the device raises it, too
+                self._look()
             if self._stopped.wait(BEAT_SECONDS):
                 return
 

@@ -1,0 +1,61 @@
+"""Small values that the hosts of all ranks exchange: any number of ranks, any size, in bounded time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from tests.comm.test_disagreement import quick_beats
+from tests.ranks import on_ranks
+from zeroshard.comm.exchange import HEAD_BYTES
+from zeroshard.comm.fabric import Fabric
+
+SIZES = (0, 1, HEAD_BYTES // 8 - 2, HEAD_BYTES // 8 - 1, HEAD_BYTES // 8, 5 * HEAD_BYTES)
+"""Numbers of integers: none, one, around what a first part holds, and many parts."""
+
+
+def exchange_everything() -> None:
+    fabric, rank, world = Fabric(torch.device("cpu"), 30.0), dist.get_rank(), dist.get_world_size()
+    for size in SIZES:
+        mine = [(index * 7919 + rank * 104729) % 1009 - 500 for index in range(size)]
+        everybody = [[(index * 7919 + r * 104729) % 1009 - 500 for index in range(size)] for r in range(world)]
+        assert fabric.maximum(mine) == [max(column) for column in zip(*everybody, strict=True)]
+    long = "x" * (3 * HEAD_BYTES)
+    assert fabric.gather_objects((rank, long)) == [(r, long) for r in range(world)]
+    assert fabric.gather_objects(None) == [None] * world
+    assert fabric.from_rank_zero({"rank": rank, "long": long}) == {"rank": 0, "long": long}
+    assert fabric.from_rank_zero(None) is None
+
+
+@on_ranks(2)
+def test_two_ranks_exchange_values_of_any_size() -> None:
+    exchange_everything()
+
+
+@on_ranks(3)
+def test_ranks_that_are_no_power_of_two_exchange_values() -> None:
+    exchange_everything()
+
+
+@on_ranks(4)
+def test_four_ranks_exchange_values_in_two_rounds() -> None:
+    exchange_everything()
+
+
+@on_ranks(3)
+def test_a_rank_that_does_not_come_is_named_in_time_and_nothing_is_exchanged_afterwards() -> None:
+    with quick_beats():
+        fabric = Fabric(torch.device("cpu"), 1.0)
+        fabric.maximum([0])  # all ranks have begun
+        if dist.get_rank() != 1:
+            began = time.monotonic()
+            with pytest.raises(zeroshard.StallError, match=r"waited for a test .*rank 1 is alive"):
+                fabric.maximum([1], "a test")
+            assert time.monotonic() - began < 5.0
+            with pytest.raises(zeroshard.StallError, match="since an earlier one failed"):
+                fabric.gather_objects(1)
+        dist.barrier()
