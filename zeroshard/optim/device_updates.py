@@ -67,7 +67,7 @@ class DeviceUpdates(Updates):
     def _update(self, flats: list[Flat]) -> None:
         members: list[list[Tensor]] = [[] for _ in self.steered_by.param_groups]
         updated = [flat for flat in flats if any(flat.gradient.used)]
-        with compat.label(f"zeroshard.update {' '.join(flat.label for flat in updated)}"):
+        with compat.label("zeroshard.update", *(flat.label for flat in updated)):
             for flat in updated:
                 gradient = self._homes[flat].take_gradient()
                 if gradient is None:

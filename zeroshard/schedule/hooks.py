@@ -161,7 +161,7 @@ class Schedule:
         if not recomputed and unit in self._running:
             self._running.remove(unit)
             self._faults.look_at(unit, output)
-            trace.phase(f"forward {self._root.title}")
+            trace.phase("forward", self._root.title)
         if torch.is_grad_enabled() and not self._hook_outputs(unit, output) and unit.trainable_flats:
             self.lifetimes.stay_until_backward_ends(unit)
         elif not recomputed and compat.is_last_forward_hook(module, self._after_hooks[unit]):

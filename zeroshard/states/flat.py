@@ -224,7 +224,7 @@ class Flat:
                 publication.wait()
             self.home.before_gather(self.shard)
 
-        with compat.label(f"zeroshard.gather {self.label}"):
+        with compat.label("zeroshard.gather", self.label):
             if self._in_parts:
                 self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label, prepare)
             else:
@@ -242,7 +242,7 @@ class Flat:
             self.gather()
         if self.presence is Presence.UNDER_WAY:
             if self._pending is not None:
-                with compat.label(f"zeroshard.wait {self.label}"):
+                with compat.label("zeroshard.wait", self.label):
                     self._pending.wait()
                 self._pending = None
             self.shown.show(watched=watched)

@@ -108,7 +108,7 @@ class FlatGradient:
     def reduce(self) -> None:
         """Starts averaging the gradients over all ranks. A rank that has none contributes zeros."""
         self.settle()
-        with compat.label(f"zeroshard.reduce {self.label}"):
+        with compat.label("zeroshard.reduce", self.label):
             self._reduction = self._start_reduction()
 
     def _start_reduction(self) -> Reduction:
@@ -123,7 +123,7 @@ class FlatGradient:
         if self._reduction is not None:
             self._reduction.pending.wait()
             reduction, self._reduction = self._reduction, None
-            with compat.label(f"zeroshard.stash {self.label}"):
+            with compat.label("zeroshard.stash", self.label):
                 self._flat.home.take(reduction.out, complete=reduction.complete)
 
     # -- between backward and step --------------------------------------------------------------------------------
