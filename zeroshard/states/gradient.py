@@ -95,15 +95,18 @@ class FlatGradient:
         home.begin_backward()
         self._local.begin_backward()
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Takes one parameter's gradient from autograd. If a parameter comes more than once, the sum counts."""
+    def add(self, index: int, gradient: Tensor) -> bool:
+        """Takes one parameter's gradient from autograd. If a parameter comes more than once, the sum counts.
+
+        Returns True if every parameter has its gradient of this backward pass.
+        """
         if gradient.is_sparse:
             raise RuntimeError(
                 f"parameter {self._flat.layout.slots[index].name!r} got a sparse gradient, which zeroshard cannot "
                 "shard; build the embedding with sparse=False"
             )
-        self._local.add(index, gradient)
         self.used[index] = True
+        return self._local.add(index, gradient.detach() if gradient.requires_grad else gradient)
 
     def reduce(self) -> None:
         """Starts averaging the gradients over all ranks. A rank that has none contributes zeros."""
@@ -114,7 +117,7 @@ class FlatGradient:
     def _start_reduction(self) -> Reduction:
         complete = self.complete
         local, self.awaited = self._local.take(), False
-        if not self._flat.alone:
+        if local.dtype is not self._reduce_dtype and not self._flat.alone:
             local = local.to(self._reduce_dtype)
         return Reduction.start(self._flat, self._fabric, local, complete=complete)
 

@@ -360,6 +360,12 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def zero_all(tensors: list[Tensor]) -> None:
+    """Fills each tensor with zeros. On CUDA one kernel fills many."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
 def norms(tensors: list[Tensor], dtype: torch.dtype, order: float = 2.0) -> list[Tensor]:
     """The norm of each tensor, computed in ``dtype``. On CUDA one kernel serves many tensors."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype)) if tensors else []
