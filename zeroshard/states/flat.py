@@ -254,7 +254,7 @@ class Flat:
 
     def watch(self) -> None:
         """Called when no pass of the model needs the parameters. Uses that would be lost are seen from now on."""
-        if self.present and not self.takes_writes:
+        if self.present and not self.shown.watched and not self.takes_writes:
             self.shown.watch()
 
     def unwatch(self) -> None:

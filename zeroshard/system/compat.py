@@ -171,6 +171,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def set_data(tensors: Sequence[Tensor], memories: Sequence[Tensor]) -> None:
+    """``point`` for tensors that are no DTensors, whatever their classes do. One call for every gather and release."""
+    with plain():
+        for tensor, memory in zip(tensors, memories, strict=True):
+            tensor.data = memory
+
+
 def point(tensor: Tensor, memory: Tensor) -> None:
     """Gives a tensor other memory. The object stays.
 
@@ -207,9 +214,8 @@ def completed(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def plain() -> AbstractContextManager[Any]:
-    """In this context ``__torch_function__`` of tensor subclasses is not called."""
-    return torch._C.DisableTorchFunctionSubclass()
+plain: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""In this context ``__torch_function__`` of tensor subclasses is not called."""
 
 
 COMPATIBLE = "_has_compatible_shallow_copy_type"
