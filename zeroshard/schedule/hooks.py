@@ -32,7 +32,7 @@ from ..system import compat, trace
 from ..system.hook import Hook
 from .border import Border
 from .lifetimes import Lifetimes
-from .outputs import AttributeOutputs, hook_outputs
+from .outputs import OF_MODEL, OF_UNIT, AttributeOutputs, hook_outputs
 from .reducer import Reducer
 from .structure import Structure
 from .transforms import Transforms
@@ -208,9 +208,9 @@ class Schedule:
         hook = self._before_backward_hooks[unit]
         if self._running:  # the unit was called inside other units: their backward goes on when its backward begins
             hook = Hook(partial(self._before_backward, unit, enclosing=tuple(self._running)))
-        found = hook_outputs(output, hook, "unit")
+        found = hook_outputs(output, hook, OF_UNIT)
         if self._sharded:  # mixtures of experts, for example, leave a loss in an attribute
-            found += hook_outputs(self._attributes[unit].values(), hook, "unit")
+            found += hook_outputs(self._attributes[unit].values(), hook, OF_UNIT)
         return found
 
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -227,7 +227,7 @@ class Schedule:
             self._watchdog.end_pass()
         output = self._border.leave(output)
         if torch.is_grad_enabled():
-            hook_outputs(output, self._before_model_backward_hook, "model")
+            hook_outputs(output, self._before_model_backward_hook, OF_MODEL)
         return output
 
     def _gather_for_others(self) -> None:

@@ -132,9 +132,9 @@ def convert_buffers(module: nn.Module, function: Callable[[Tensor], Tensor]) -> 
             module._buffers[name] = function(buffer)
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def is_changed(layer: nn.Module, count: int) -> bool:
+    """Whether a layer has forward hooks, or another number of attributes than ``count_attributes`` returned before."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks) or count_attributes(layer) != count
 
 
 def is_last_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
