@@ -271,7 +271,7 @@ class Flat:
         """Gives the whole parameters' memory back. Does nothing if they are whole at rest."""
         if not self.sharded or self.presence is Presence.RELEASED:
             return
-        self._finish_gather()
+        self.finish_gather()
         written = False
         if self.presence is Presence.PRESENT:
             self.writes.end_load()
@@ -303,12 +303,15 @@ class Flat:
 
     # -- publish --------------------------------------------------------------------------------------------------
 
-    def publish(self) -> None:
-        """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole."""
-        with compat.label(f"zeroshard.publish {self.label}"):
+    def publish(self, *, rounded: bool = False) -> None:
+        """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole.
+
+        ``rounded``: the parameters at rest have the master's values already, after ``finish_gather``.
+        """
+        with compat.label("zeroshard.publish", self.label):
             self.writes.forget()  # an update checks before; a checkpoint that is loaded replaces all values
-            self._finish_gather()
-            publication = self.home.publish()
+            self.finish_gather()
+            publication = None if rounded else self.home.publish()
             self.outdate(publication)
             if publication is None and self.trainable and not self.sharded and self._in_parts:
                 self.shown.hide()
@@ -321,7 +324,7 @@ class Flat:
         A backward through the old values raises. A unit that is still gathered is released: it shows old values.
         """
         self.writes.check_data()
-        self._finish_gather()
+        self.finish_gather()
         self.shown.outdate()
         if self.sharded:
             self.release()
@@ -334,7 +337,8 @@ class Flat:
             self.watch()
         self._publication = publication
 
-    def _finish_gather(self) -> None:
+    def finish_gather(self) -> None:
+        """Waits for a gather that is under way, because what it reads or writes is about to change."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
