@@ -61,8 +61,9 @@ class Lifetimes:
         self.called.add(unit)
         if unit in self._read:
             self._read.remove(unit)
-        self._leaving.pop(unit, None)
-        self._end_leaving([])
+        if self._leaving:
+            self._leaving.pop(unit, None)
+            self._end_leaving([])
         trace.phase(None)
         unit.gather()
         for other in following:

@@ -109,18 +109,14 @@ class Flat:
         """The parts of parameters that this rank updates, and the tensor that the optimizer has for each."""
         self._cuts: list[int] = []
         self.shown = ShownParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
-        self._gradient = FlatGradient(self, fabric, placeholders) if self.trainable else None
+        if self.trainable:
+            self.gradient = FlatGradient(self, fabric, placeholders)
+            """The gradients. A frozen flat has none."""
         absent.register(self)
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of one of the parameters, in the model."""
         return self._names[id(parameter)]
-
-    @property
-    def gradient(self) -> FlatGradient:
-        """The gradients of a trainable flat."""
-        assert self._gradient is not None, f"{self.label} is frozen"
-        return self._gradient
 
     @property
     def present(self) -> bool:
@@ -198,10 +194,10 @@ class Flat:
 
     def gather(self) -> None:
         """Starts making the whole parameters exist. Does nothing if they are present or under way."""
-        if self.updating:
-            self._turns.gather_up_to(self)
-        elif self.presence is Presence.RELEASED:
+        if self.presence is Presence.RELEASED:
             self.start_gather()
+        elif self.presence is Presence.UPDATING:
+            self._turns.gather_up_to(self)
 
     def prefetch(self) -> None:
         """Gathers ahead of need. If that has to wait for the host: only where other ranks wait for this rank."""

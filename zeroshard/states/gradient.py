@@ -155,6 +155,8 @@ class FlatGradient:
         if self.lent:
             return  # the end of the block does that
         changes = self._shown.changes()
+        if not changes:
+            return
         for index, assigned in changes.items():
             if assigned is not None:
                 self._take_from_user(index, assigned)

@@ -125,6 +125,20 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def buffer_owners(model: nn.Module) -> list[nn.Module]:
+    """The modules that have buffers themselves, in the order of ``modules()``, whose generators take far longer."""
+    seen: set[nn.Module | None] = {None}
+    owners, waiting = [], [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting.extend(reversed(module._modules.values()))  # type: ignore[arg-type]
+            if module._buffers:
+                owners.append(module)
+    return owners
+
+
 def convert_buffers(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Does to the buffers of a module itself what ``.to()`` does."""
     for name, buffer in module._buffers.items():
