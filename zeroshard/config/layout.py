@@ -170,6 +170,27 @@ class FlatLayout:
         starts = [*(slot.start for slot in self.slots), self.numel]
         return tuple(Range(end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
+    @cached_property
+    def _parts(self) -> tuple[list[Slot | Range], list[int]]:
+        """Slots and padding in one row, and how many elements each has."""
+        parts: list[Slot | Range] = [*self.slots, *self.padding]
+        parts.sort(key=lambda part: part.start)
+        return parts, [part.numel for part in parts]
+
+    def cut(self, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters, and the padding between them, as views of a whole flat.
+
+        One ``split`` for all: ``Slot.view`` of every parameter would cost twice as much.
+        """
+        slots, padding = [], []
+        parts, sizes = self._parts
+        for part, view in zip(parts, whole.split_with_sizes(sizes), strict=True):
+            if isinstance(part, Range):
+                padding.append(view)
+            else:
+                slots.append(view if len(part.shape) == 1 else view.view(part.shape))
+        return slots, padding
+
 
 def flat_layout(
     parameters: Iterable[tuple[str, Sequence[int]]], world: int, boxes: Mapping[str, Box] | None = None

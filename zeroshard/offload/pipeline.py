@@ -248,7 +248,7 @@ class Pipeline:
             for factor, segments, rules in update.prepare():
                 work.setdefault(factor, []).append((segments, rules))
         names = " ".join(update.transfer.label for update in group)
-        with compat.label(f"zeroshard.host_update {names}"), trace.on_host(trace.UPDATE, names):
+        with compat.label("zeroshard.host_update", names), trace.on_host(trace.UPDATE, names):
             for factor, members in work.items():
                 self.pool.update(members, factor.read(), self.options.seed)
         for update in group:

@@ -292,7 +292,7 @@ class Transfer:
         self, source: Tensor, publication: SentParameters, free: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
         """Starts the copy of new parameters to where parameters rest. Returns the event of the copy's end."""
-        with compat.label(f"zeroshard.host_publish {self.label}"):
+        with compat.label("zeroshard.host_publish", self.label):
             arrival, resting = None, self.buffers.resting
             if self.target is not None:
                 arrival = self.sent = self.pipeline.copy(trace.UP, source, self.target, self.label, free)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config.bounds import FIRST_ELEMENTS, UPDATE_ELEMENTS
 from ..config.layout import Piece
 from ..config.optimizers import SUPPORTED
-from ..states.device_home import DeviceHome
+from ..states.device_home import DeviceHome, round_masters
 from ..states.flat import Flat
 from ..states.updates import FlatStates, Updates
 from ..system import compat
@@ -67,7 +67,7 @@ class DeviceUpdates(Updates):
     def _update(self, flats: list[Flat]) -> None:
         members: list[list[Tensor]] = [[] for _ in self.steered_by.param_groups]
         updated = [flat for flat in flats if any(flat.gradient.used)]
-        with compat.label(f"zeroshard.update {' '.join(flat.label for flat in updated)}"):
+        with compat.label("zeroshard.update", *(flat.label for flat in updated)):
             for flat in updated:
                 gradient = self._homes[flat].take_gradient()
                 if gradient is None:
@@ -84,7 +84,10 @@ class DeviceUpdates(Updates):
                 for tensor in flat.pieces.values():
                     tensor.grad = None
         for flat in updated:
-            flat.publish()
+            flat.finish_gather()
+        round_masters(self._homes[flat] for flat in updated)
+        for flat in updated:
+            flat.publish(rounded=True)
 
 
 class TorchStates(FlatStates):

@@ -48,7 +48,7 @@ class PieceStates:
     def shape(self) -> tuple[int, int, int]:
         """Changes when state tensors are made or loaded. If it is the same, the states' sizes are the same."""
         states = [state for state in self._state.values() if isinstance(state, dict)]
-        tensors = sum(isinstance(value, Tensor) for state in states for value in state.values())
+        tensors = sum([isinstance(value, Tensor) for state in states for value in state.values()])
         return self._loads, len(self._state), tensors
 
     def on_device(self) -> list[Tensor]:

@@ -25,16 +25,23 @@ from ..config.options import Config
 from ..config.table import Extent, Place, StateTable
 from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import Faults
+from ..states.flat import Presence
 from ..states.gradient import read_user_changes
 from ..states.unit import Unit
 from ..system import compat, trace
 from ..system.hook import Hook
 from .border import Border
 from .lifetimes import Lifetimes
-from .outputs import AttributeOutputs, hook_outputs
+from .outputs import OF_MODEL, OF_UNIT, AttributeOutputs, hook_outputs
 from .reducer import Reducer
 from .structure import Structure
 from .transforms import Transforms
+
+
+class _Passing:
+    """Which pass of the model runs. The hooks of parameters have it, so it has no reference to the model."""
+
+    backward = False
 
 
 class Schedule:
@@ -59,17 +66,17 @@ class Schedule:
         self._sharded = table.parameters.extent is Extent.SHARD
         self.lifetimes = Lifetimes(units, config, sharded=self._sharded)
         self._transforms = Transforms(units, self.lifetimes, sharded=self._sharded, scaled=scaler is not None)
-        self._backward_running = False
+        self._passing = _Passing()
         self._running: list[Unit] = []
         """Units whose forward is running, outermost first."""
         self._attributes = {unit: AttributeOutputs(unit.module.modules()) for unit in units[1:]}
         self._members = {
-            id(parameter): (unit, flat, index)
+            id(parameter): (unit, flat, flat.gradient, index)
             for unit in units
             for flat in unit.trainable_flats
             for index, parameter in enumerate(flat.parameters)
         }
-        """Unit, flat and index in the flat of each trainable parameter."""
+        """Unit, flat, the flat's gradients and the index in the flat, of each trainable parameter."""
         self._before_backward_hooks = {unit: Hook(partial(self._before_backward, unit)) for unit in units[1:]}
         self._after_hooks = {unit: Hook(partial(self._after_unit, unit)) for unit in units[1:]}
         self._before_model_backward_hook = Hook(self._before_model_backward)
@@ -86,10 +93,37 @@ class Schedule:
         forward_hooks(model, self._before_model, Hook(self._after_model))
         for module in owners_of_root:
             module.register_forward_pre_hook(Hook(self._before_owner))
+        before, after = self._gradient_hooks()
         for flat in self._reducer.flats:
             for parameter in flat.parameters:
-                parameter.register_hook(_weak(self._before_gradient))
-                parameter.register_post_accumulate_grad_hook(_weak(self._after_gradient))
+                parameter.register_hook(before)
+                parameter.register_post_accumulate_grad_hook(after)
+
+    def _gradient_hooks(self) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+        """Two hooks for every parameter: one runs before autograd adds to ``parameter.grad``, one after.
+
+        They have no reference to the model, because the garbage collector does not look into such hooks.
+        """
+        this, passing = weakref.ref(self), self._passing
+
+        def before(gradient: Tensor) -> None:
+            # A backward past the model's outputs begins here. Enabled gradients mean that it runs with create_graph.
+            if (not passing.backward or torch.is_grad_enabled()) and (schedule := this()) is not None:
+                schedule.begin_backward()
+
+        def after(parameter: Tensor) -> None:
+            schedule = this()
+            if parameter.grad is None or schedule is None:
+                return
+            if not passing.backward:
+                schedule.begin_backward()
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    schedule.take_gradient(parameter)
+            else:  # no_grad() takes its time
+                schedule.take_gradient(parameter)
+
+        return before, after
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -116,12 +150,12 @@ class Schedule:
 
     def discard_failed_backward(self) -> None:
         """Forgets all gradients if the last backward raised: nobody can tell which of them are complete."""
-        if self._backward_running and not compat.in_backward():
+        if self._passing.backward and not compat.in_backward():
             warnings.warn(
                 "the last backward did not finish: its gradients, and all others since the last step, are discarded",
                 stacklevel=2,
             )
-            self._backward_running = False
+            self._passing.backward = False
             self._reducer.clear()
             self.lifetimes.abandon_backward()
 
@@ -161,7 +195,7 @@ class Schedule:
         if not recomputed and unit in self._running:
             self._running.remove(unit)
             self._faults.look_at(unit, output)
-            trace.phase(f"forward {self._root.title}")
+            trace.phase("forward", self._root.title)
         if torch.is_grad_enabled() and not self._hook_outputs(unit, output) and unit.trainable_flats:
             self.lifetimes.stay_until_backward_ends(unit)
         elif not recomputed and compat.is_last_forward_hook(module, self._after_hooks[unit]):
@@ -174,9 +208,9 @@ class Schedule:
         hook = self._before_backward_hooks[unit]
         if self._running:  # the unit was called inside other units: their backward goes on when its backward begins
             hook = Hook(partial(self._before_backward, unit, enclosing=tuple(self._running)))
-        found = hook_outputs(output, hook, "unit")
+        found = hook_outputs(output, hook, OF_UNIT)
         if self._sharded:  # mixtures of experts, for example, leave a loss in an attribute
-            found += hook_outputs(self._attributes[unit].values(), hook, "unit")
+            found += hook_outputs(self._attributes[unit].values(), hook, OF_UNIT)
         return found
 
     def _after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -193,7 +227,7 @@ class Schedule:
             self._watchdog.end_pass()
         output = self._border.leave(output)
         if torch.is_grad_enabled():
-            hook_outputs(output, self._before_model_backward_hook, "model")
+            hook_outputs(output, self._before_model_backward_hook, OF_MODEL)
         return output
 
     def _gather_for_others(self) -> None:
@@ -208,21 +242,22 @@ class Schedule:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _before_model_backward(self, gradient: Tensor) -> Tensor | None:
-        self._begin_backward()
+        self.begin_backward()
         self.lifetimes.require_in_backward(self._root)
         return self._border.scale(gradient)
 
     def _before_backward(self, unit: Unit, gradient: Tensor, enclosing: tuple[Unit, ...] = ()) -> None:
-        self._begin_backward()
+        self.begin_backward()
         for other in self.lifetimes.enter_backward(unit, enclosing):
-            with _no_graph():
+            with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # no_grad() takes its time
                 self._reducer.passed(other)
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Called by every hook that runs in backward. Only the first call of a pass does something."""
         if torch.is_grad_enabled():  # in a hook this means that the backward runs with create_graph
             self.lifetimes.second_backward = True
-        if not self._backward_running:
-            self._backward_running = True
+        if not self._passing.backward:
+            self._passing.backward = True
             self._watchdog.begin_pass(BACKWARD)
             self._faults.begin_backward()
             self._gather_for_others()
@@ -230,23 +265,16 @@ class Schedule:
             self._reducer.begin_backward()
             compat.after_backward(self._end_backward)
 
-    def _before_gradient(self, gradient: Tensor) -> None:
-        """Runs before autograd adds to ``parameter.grad``. A backward past the model's outputs begins here."""
-        self._begin_backward()
-
-    def _after_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._begin_backward()
-            with _no_graph():
-                self._take_gradient(parameter, parallel.local_gradient(parameter, parameter.grad))
-
-    def _take_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        unit, flat, index = self._members[id(parameter)]
+    def take_gradient(self, parameter: Tensor) -> None:
+        """Takes ``parameter.grad``, which autograd has just computed, away from the parameter."""
+        assert parameter.grad is not None
+        gradient = parallel.local_gradient(parameter, parameter.grad)
+        unit, flat, buffers, index = self._members[id(parameter)]
         # In stage 3, the unit may be released when the gradient comes. That is right if the values were present when
         # they were read: for example, autocast cast the parameter in an earlier forward. If the values were not
         # present, the gradient is NaN. This case is so rare that the check costs nothing.
         uncalled = self._sharded and unit not in self.lifetimes.called
-        absent = not flat.present
+        absent = flat.presence is not Presence.PRESENT
         if uncalled or (absent and (not self._sharded or bool(gradient.isnan().any()))):
             flat.home.check_not_updated()  # raises if an earlier gradient caused an update
             raise RuntimeError(
@@ -255,17 +283,15 @@ class Schedule:
                 "the module that uses the parameter is a unit"
             )
         parameter.grad = None
-        buffers = flat.gradient
-        buffers.add(index, gradient.detach())
-        if buffers.complete:
+        if buffers.add(index, gradient):
             self._reducer.completed(flat)
 
     def _end_backward(self) -> None:
-        if not self._backward_running:
+        if not self._passing.backward:
             return
         trace.phase(None)
         with compat.label("zeroshard.end_backward"):
-            self._backward_running = False
+            self._passing.backward = False
             self.lifetimes.end_backward()
             with torch.no_grad():
                 self._reducer.end_backward()
@@ -283,20 +309,3 @@ def _owners_of_root(model: nn.Module, root: Unit) -> list[nn.Module]:
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def _no_graph() -> AbstractContextManager[None]:
-    """``torch.no_grad()`` only where it is needed, because it costs more than most hooks."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-
-
-def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook for a parameter, without a reference to the model: the garbage collector does not look into such hooks."""
-    reference = weakref.WeakMethod(method)
-
-    def call(tensor: Tensor) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(tensor)
-
-    return call

@@ -61,14 +61,15 @@ class Lifetimes:
         self.called.add(unit)
         if unit in self._read:
             self._read.remove(unit)
-        self._leaving.pop(unit, None)
-        self._end_leaving([])
+        if self._leaving:
+            self._leaving.pop(unit, None)
+            self._end_leaving([])
         trace.phase(None)
         unit.gather()
         for other in following:
             other.prefetch()
         unit.wait()
-        trace.phase(f"{way} {unit.title}")
+        trace.phase(way, unit.title)
 
     def _release(self, unit: Unit) -> None:
         if self._sharded and not self.second_backward:
@@ -179,7 +180,7 @@ class Lifetimes:
             self.require(unit, self._backward.enter(unit, self._ahead), "backward")
         else:
             unit.unwatch()  # it may be recomputed
-            trace.phase(f"backward {unit.title}")
+            trace.phase("backward", unit.title)
 
     def enter_backward(self, unit: Unit, enclosing: tuple[Unit, ...]) -> list[Unit]:
         """Returns the units whose backward is now over. ``enclosing`` are the units around this one."""

@@ -14,6 +14,12 @@ from ..system import compat
 from ..system.hook import Hook
 from ..system.structures import tensors_in
 
+MAY_CONTAIN_TENSORS = (Tensor, list, tuple, dict)
+"""Classes of attributes that are searched. A tuple, because ``isinstance`` takes three times as long with a union."""
+
+OF_UNIT, OF_MODEL = "zeroshard.unit", "zeroshard.model"
+"""Marks of outputs that have a hook."""
+
 
 class AttributeOutputs:
     """Tensors that a forward leaves in attributes of a unit's modules, such as the loss of a mixture of experts.
@@ -26,6 +32,8 @@ class AttributeOutputs:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._others: list[nn.Module] = []
         self._layers: list[tuple[nn.Module, int]] = []
+        self._public: dict[nn.Module, tuple[tuple[str, ...], list[str]]] = {}
+        """All names of a module's attributes at the last search, and the public ones: most are torch's private ones."""
         for module in modules:
             public = [value for name, value in vars(module).items() if name[0] != "_"]
             open_to_others = any(value is None or isinstance(value, Tensor | list | dict) for value in public)
@@ -38,33 +46,35 @@ class AttributeOutputs:
     def modules(self) -> list[nn.Module]:
         """The modules to search."""
         everywhere = compat.has_global_hooks()
-        return self._others + [
-            layer
-            for layer, count in self._layers
-            if everywhere or compat.count_attributes(layer) != count or compat.has_forward_hooks(layer)
-        ]
+        changed = [layer for layer, count in self._layers if everywhere or compat.is_changed(layer, count)]
+        return self._others + changed
 
     def values(self) -> list[Any]:
         """Tensors, and collections that may contain tensors."""
-        return [
-            value
-            for module in self.modules
-            for name, value in vars(module).items()
-            if name[0] != "_" and isinstance(value, Tensor | list | tuple | dict)
-        ]
+        found: list[Any] = []
+        for module in self.modules:
+            attributes = vars(module)
+            names = tuple(attributes)
+            known, public = self._public.get(module, ((), []))
+            if names != known:
+                public = [name for name in names if name[0] != "_"]
+                self._public[module] = names, public
+            found += [value for name in public if isinstance(value := attributes[name], MAY_CONTAIN_TENSORS)]
+        return found
 
 
-def hook_outputs(output: Any, hook: Hook, whose: str) -> int:
+def hook_outputs(output: Any, hook: Hook, mark: str) -> int:
     """Hooks the tensors that a unit or the model made. Returns how many tensors have a ``grad_fn``.
 
-    A tensor that was hooked before is left alone: a unit that only passes a tensor on did not make it.
+    A tensor that was hooked before with the same ``mark`` is left alone: a unit that only passes a tensor on did not
+    make it.
     """
     found = 0
     for tensor in tensors_in(output):
         node: Any = tensor.grad_fn
         if node is not None:
             found += 1
-            hooked: set[int] = node.metadata.setdefault(f"zeroshard.{whose}", set())
+            hooked: set[int] = node.metadata.setdefault(mark, set())
             if tensor.output_nr not in hooked:
                 hooked.add(tensor.output_nr)
                 tensor.register_hook(hook)

@@ -134,9 +134,12 @@ class Factors:
         if not self._any:
             return {(): [slot for slot, chosen in enumerate(wanted) if chosen]}
         found: Groups = {}
+        last, members = None, []
         for slot, scaling in enumerate(self._scalings):
             if wanted[slot]:
-                found.setdefault(scaling, []).append(slot)
+                if scaling is not last:  # one object for all, mostly: a look into the dictionary would compare factors
+                    last, members = scaling, found.setdefault(scaling, [])
+                members.append(slot)
         return found
 
     def clear(self) -> None:

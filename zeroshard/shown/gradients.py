@@ -49,8 +49,8 @@ class ShownGradients:
 
     def lacks(self, there: Sequence[bool]) -> bool:
         """Whether a parameter whose gradient is there shows nothing."""
-        if not any(map(is_, self._displays, repeat(None))):
-            return False
+        if not any(there) or not any(map(is_, self._displays, repeat(None))):
+            return False  # the usual cases, asked three times a step
         return any(display is None and is_there for display, is_there in zip(self._displays, there, strict=True))
 
     def show(self, there: Sequence[bool], values: Tensor | None) -> None:

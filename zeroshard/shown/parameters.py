@@ -26,6 +26,7 @@ class ShownParameters:
         """The parameters' places in the whole flat, whether or not the flat has memory now."""
         self._stand_ins = [placeholders.parameter(slot.shape, dtype) for slot in slots]
         self._pointers: list[int] = []
+        """Where the parameters point since the last ``show``."""
         self._versions: list[int] = []
         self.watched = False
         """Every use of the parameters is seen (``absent.py``), whether or not they point at their values."""
@@ -33,6 +34,8 @@ class ShownParameters:
     def show(self, *, watched: bool = False) -> None:
         """Points the parameters at their values. ``watched``: for user code, whose every use is seen."""
         self._point(self.views)
+        self._pointers = compat.pointers(self.views)
+        self.accept_writes()
         if watched:
             self.watch()
         else:
@@ -84,6 +87,7 @@ class ShownParameters:
         for slot, parameter, part, version, pointer in facts:
             if compat.pointer(part) != pointer or part.dtype is not self._dtype or part.shape != slot.shape:
                 self._point(self.views)
+                self.accept_writes()
                 raise RuntimeError(
                     f"parameter {slot.name!r} was pointed at other memory after shard(), by a conversion or by an "
                     "assignment to .data; convert the model before shard(), and write values inside `with "
@@ -97,8 +101,9 @@ class ShownParameters:
                 )
 
     def _point(self, tensors: Sequence[Tensor]) -> None:
+        if self._plain:
+            compat.set_data(self._parameters, tensors)
+            return
         with compat.plain():
             for parameter, tensor in zip(self._parameters, tensors, strict=True):
                 compat.point(parameter, tensor)
-        self._pointers = compat.pointers(tensors)
-        self.accept_writes()

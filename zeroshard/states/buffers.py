@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -76,8 +77,10 @@ class Buffers:
 
     def look(self) -> bool:
         """Whether this rank wrote to a buffer, or replaced one, since the last look."""
-        unseen = any(_averages_unseen(module) for module in self._model.modules())
-        buffers = list(self._model.buffers())
+        owners = compat.buffer_owners(self._model)
+        unseen = any(map(_averages_unseen, owners))
+        named = chain.from_iterable(compat.buffers_of(owner).values() for owner in owners)
+        buffers = list(dict.fromkeys(buffer for buffer in named if buffer is not None))
         if any(buffer.is_inference() for buffer in buffers):  # made by an evaluation
             make_ordinary(self._model)
         # Weak references first: a new buffer may have the id of a buffer that does not exist any more.

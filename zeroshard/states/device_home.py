@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..config.table import Extent, Place
+from ..system import compat
 from .home import Home, StateTensors
 
 if TYPE_CHECKING:
@@ -47,8 +49,7 @@ class DeviceHome(Home):
             shard.copy_(self._master)
 
     def publish(self) -> None:
-        if self.separate_master and not self.fills_shard:
-            self.flat.own_parameters.copy_(self._master)
+        round_masters([self])
 
     def take(self, gradient: Tensor, *, complete: bool) -> None:
         self._stash.add(gradient, is_sum=self.flat.alone)
@@ -59,3 +60,10 @@ class DeviceHome(Home):
 
     def on_device(self) -> StateTensors:
         return StateTensors(*self._stash.tensors(), [self._master] if self.separate_master else [])
+
+
+def round_masters(homes: Iterable[DeviceHome]) -> None:
+    """Brings the masters' values to the parameters at rest. On CUDA one kernel serves many flats."""
+    separate = [home for home in homes if home.separate_master and not home.fills_shard]
+    if separate:
+        compat.copy_all([home.flat.own_parameters for home in separate], [home.stored for home in separate])

@@ -109,18 +109,14 @@ class Flat:
         """The parts of parameters that this rank updates, and the tensor that the optimizer has for each."""
         self._cuts: list[int] = []
         self.shown = ShownParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
-        self._gradient = FlatGradient(self, fabric, placeholders) if self.trainable else None
+        if self.trainable:
+            self.gradient = FlatGradient(self, fabric, placeholders)
+            """The gradients. A frozen flat has none."""
         absent.register(self)
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of one of the parameters, in the model."""
         return self._names[id(parameter)]
-
-    @property
-    def gradient(self) -> FlatGradient:
-        """The gradients of a trainable flat."""
-        assert self._gradient is not None, f"{self.label} is frozen"
-        return self._gradient
 
     @property
     def present(self) -> bool:
@@ -198,10 +194,10 @@ class Flat:
 
     def gather(self) -> None:
         """Starts making the whole parameters exist. Does nothing if they are present or under way."""
-        if self.updating:
-            self._turns.gather_up_to(self)
-        elif self.presence is Presence.RELEASED:
+        if self.presence is Presence.RELEASED:
             self.start_gather()
+        elif self.presence is Presence.UPDATING:
+            self._turns.gather_up_to(self)
 
     def prefetch(self) -> None:
         """Gathers ahead of need. If that has to wait for the host: only where other ranks wait for this rank."""
@@ -224,7 +220,7 @@ class Flat:
                 publication.wait()
             self.home.before_gather(self.shard)
 
-        with compat.label(f"zeroshard.gather {self.label}"):
+        with compat.label("zeroshard.gather", self.label):
             if self._in_parts:
                 self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label, prepare)
             else:
@@ -242,7 +238,7 @@ class Flat:
             self.gather()
         if self.presence is Presence.UNDER_WAY:
             if self._pending is not None:
-                with compat.label(f"zeroshard.wait {self.label}"):
+                with compat.label("zeroshard.wait", self.label):
                     self._pending.wait()
                 self._pending = None
             self.shown.show(watched=watched)
@@ -254,7 +250,7 @@ class Flat:
 
     def watch(self) -> None:
         """Called when no pass of the model needs the parameters. Uses that would be lost are seen from now on."""
-        if self.present and not self.takes_writes:
+        if self.present and not self.shown.watched and not self.takes_writes:
             self.shown.watch()
 
     def unwatch(self) -> None:
@@ -271,7 +267,7 @@ class Flat:
         """Gives the whole parameters' memory back. Does nothing if they are whole at rest."""
         if not self.sharded or self.presence is Presence.RELEASED:
             return
-        self._finish_gather()
+        self.finish_gather()
         written = False
         if self.presence is Presence.PRESENT:
             self.writes.end_load()
@@ -303,12 +299,15 @@ class Flat:
 
     # -- publish --------------------------------------------------------------------------------------------------
 
-    def publish(self) -> None:
-        """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole."""
-        with compat.label(f"zeroshard.publish {self.label}"):
+    def publish(self, *, rounded: bool = False) -> None:
+        """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole.
+
+        ``rounded``: the parameters at rest have the master's values already, after ``finish_gather``.
+        """
+        with compat.label("zeroshard.publish", self.label):
             self.writes.forget()  # an update checks before; a checkpoint that is loaded replaces all values
-            self._finish_gather()
-            publication = self.home.publish()
+            self.finish_gather()
+            publication = None if rounded else self.home.publish()
             self.outdate(publication)
             if publication is None and self.trainable and not self.sharded and self._in_parts:
                 self.shown.hide()
@@ -321,7 +320,7 @@ class Flat:
         A backward through the old values raises. A unit that is still gathered is released: it shows old values.
         """
         self.writes.check_data()
-        self._finish_gather()
+        self.finish_gather()
         self.shown.outdate()
         if self.sharded:
             self.release()
@@ -334,7 +333,8 @@ class Flat:
             self.watch()
         self._publication = publication
 
-    def _finish_gather(self) -> None:
+    def finish_gather(self) -> None:
+        """Waits for a gather that is under way, because what it reads or writes is about to change."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

@@ -95,26 +95,29 @@ class FlatGradient:
         home.begin_backward()
         self._local.begin_backward()
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Takes one parameter's gradient from autograd. If a parameter comes more than once, the sum counts."""
+    def add(self, index: int, gradient: Tensor) -> bool:
+        """Takes one parameter's gradient from autograd. If a parameter comes more than once, the sum counts.
+
+        Returns True if every parameter has its gradient of this backward pass.
+        """
         if gradient.is_sparse:
             raise RuntimeError(
                 f"parameter {self._flat.layout.slots[index].name!r} got a sparse gradient, which zeroshard cannot "
                 "shard; build the embedding with sparse=False"
             )
-        self._local.add(index, gradient)
         self.used[index] = True
+        return self._local.add(index, gradient.detach() if gradient.requires_grad else gradient)
 
     def reduce(self) -> None:
         """Starts averaging the gradients over all ranks. A rank that has none contributes zeros."""
         self.settle()
-        with compat.label(f"zeroshard.reduce {self.label}"):
+        with compat.label("zeroshard.reduce", self.label):
             self._reduction = self._start_reduction()
 
     def _start_reduction(self) -> Reduction:
         complete = self.complete
         local, self.awaited = self._local.take(), False
-        if not self._flat.alone:
+        if local.dtype is not self._reduce_dtype and not self._flat.alone:
             local = local.to(self._reduce_dtype)
         return Reduction.start(self._flat, self._fabric, local, complete=complete)
 
@@ -123,7 +126,7 @@ class FlatGradient:
         if self._reduction is not None:
             self._reduction.pending.wait()
             reduction, self._reduction = self._reduction, None
-            with compat.label(f"zeroshard.stash {self.label}"):
+            with compat.label("zeroshard.stash", self.label):
                 self._flat.home.take(reduction.out, complete=reduction.complete)
 
     # -- between backward and step --------------------------------------------------------------------------------
@@ -152,6 +155,8 @@ class FlatGradient:
         if self.lent:
             return  # the end of the block does that
         changes = self._shown.changes()
+        if not changes:
+            return
         for index, assigned in changes.items():
             if assigned is not None:
                 self._take_from_user(index, assigned)

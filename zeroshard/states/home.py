@@ -221,7 +221,10 @@ class Home(ABC):
 
     def counted(self) -> Tensor | None:
         """The part of the gradient that counts for the norm on this rank, if the gradient is on the device."""
-        return None if self._stash.values is None else self._stash.values[self.flat.counted]
+        return None if self._stash.values is None else self._counted_of(self._stash.values)
+
+    def _counted_of(self, own: Tensor) -> Tensor:
+        return own if own.numel() == self.flat.shard_range.numel else own[self.flat.counted]
 
     def own_gradient(self) -> Tensor | None:
         """The averaged gradient of the range that this rank updates, where it is, without its factors. May wait."""
@@ -232,7 +235,7 @@ class Home(ABC):
         values = self.own_gradient()
         if values is None:
             return {}
-        counted, pieces = values[self.flat.counted], self.flat.layout.pieces(self.flat.shard_range)
+        counted, pieces = self._counted_of(values), self.flat.layout.pieces(self.flat.shard_range)
         return {piece.slot: counted[piece.offset :][: piece.numel] for piece in pieces}
 
     def expect_norms(self) -> None:

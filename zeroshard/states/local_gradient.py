@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class LocalGradient:
         self._waiting: dict[int, Tensor] = {}
         self._waiting_bytes = 0
         self._buffer: Tensor | None = None
+        self._slots: list[Tensor] = []
+        """The parameters' places in the buffer."""
 
     @property
     def complete(self) -> bool:
@@ -67,25 +70,33 @@ class LocalGradient:
     def begin_backward(self) -> None:
         """A new backward pass: no parameter has its gradient of this pass yet."""
         self._deposit()
-        self._arrivals = [Arrival.EARLIER if a in IN_BUFFER else Arrival.MISSING for a in self._arrivals]
+        if self._buffer is not None:  # else nothing has come since the buffer was taken
+            self._arrivals = [Arrival.EARLIER if a in IN_BUFFER else Arrival.MISSING for a in self._arrivals]
         self._came = 0
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Takes one parameter's gradient. The same parameter may come more than once: the gradients are added up."""
+    def add(self, index: int, gradient: Tensor) -> bool:
+        """Takes one parameter's gradient. The same parameter may come more than once: the gradients are added up.
+
+        Returns whether the pass is ``complete``.
+        """
         if self._arrivals[index] is Arrival.WAITING:
             self._deposit()
-        self._came += self._arrivals[index] is not Arrival.DEPOSITED
-        if self._arrivals[index] in IN_BUFFER:
-            assert self._buffer is not None
-            self._buffer = self._buffer.to(self._accumulate)
-            self._slot(index).add_(gradient)
-            self._arrivals[index] = Arrival.DEPOSITED
-        else:
+        arrival = self._arrivals[index]
+        if arrival is Arrival.MISSING:
             self._waiting[index] = gradient
             self._waiting_bytes += gradient.nbytes
             self._arrivals[index] = Arrival.WAITING
-        if self._waiting_bytes >= DEPOSIT_BYTES or self.complete:
+        else:
+            assert self._buffer is not None
+            if self._buffer.dtype is not self._accumulate:
+                self._use(self._buffer.to(self._accumulate))
+            self._slots[index].add_(gradient)
+            self._arrivals[index] = Arrival.DEPOSITED
+        self._came += arrival is not Arrival.DEPOSITED
+        complete = self._came == len(self._arrivals)
+        if complete or self._waiting_bytes >= DEPOSIT_BYTES:
             self._deposit()
+        return complete
 
     def drop(self, index: int) -> None:
         """Forgets one parameter's gradient, so that this backward pass is no longer complete."""
@@ -98,11 +109,11 @@ class LocalGradient:
         self._deposit()
         for index, arrival in enumerate(self._arrivals):
             if arrival in IN_BUFFER and factors.of(index):
-                apply(factors.of(index), self._slot(index))
+                apply(factors.of(index), self._slots[index])
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._buffer = None
+        self._buffer, self._slots = None, []
         self._waiting, self._waiting_bytes = {}, 0
         self._arrivals, self._came = [Arrival.MISSING] * len(self._arrivals), 0
 
@@ -112,12 +123,9 @@ class LocalGradient:
         buffer = self._buffer
         if buffer is None:
             return self._new_buffer().zero_()
-        for slot, arrival in zip(self._layout.slots, self._arrivals, strict=True):
-            if arrival is Arrival.MISSING:
-                buffer[slot.start : slot.stop].zero_()
-        if len(self._layout.padding) == 1:  # several gaps were filled when the buffer was made
-            gap = self._layout.padding[0]
-            buffer[gap.start : gap.stop].zero_()
+        if not self.complete:
+            missing = (arrival is Arrival.MISSING for arrival in self._arrivals)
+            compat.zero_all(list(compress(self._slots, missing)))
         self.clear()
         return buffer
 
@@ -126,10 +134,8 @@ class LocalGradient:
         if not self._waiting:
             return
         if self._buffer is None:
-            self._buffer = self._new_buffer()
-            if len(self._layout.padding) > 1:
-                self._buffer.zero_()  # one fill of everything is cheaper than a kernel for each gap
-        compat.copy_all([self._slot(index) for index in self._waiting], list(self._waiting.values()))
+            compat.zero_all(self._use(self._new_buffer()))
+        compat.copy_all([self._slots[index] for index in self._waiting], list(self._waiting.values()))
         for index in self._waiting:
             self._arrivals[index] = Arrival.DEPOSITED
         self._waiting, self._waiting_bytes = {}, 0
@@ -137,6 +143,8 @@ class LocalGradient:
     def _new_buffer(self) -> Tensor:
         return torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
 
-    def _slot(self, index: int) -> Tensor:
-        assert self._buffer is not None
-        return self._layout.slots[index].view(self._buffer)
+    def _use(self, buffer: Tensor) -> list[Tensor]:
+        """Makes this the buffer. Returns the padding between the parameters."""
+        self._buffer = buffer
+        self._slots, padding = self._layout.cut(buffer)
+        return padding

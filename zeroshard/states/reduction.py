@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..comm.fabric import Fabric
@@ -38,7 +37,7 @@ class Reduction:
             out, pending = local, Done() if lane.group is None else lane.all_reduce(local, flat.label)
         else:
             in_place = table.gradients.extent is Extent.WHOLE
-            out = local[own.start : own.stop] if in_place else torch.empty_like(local[: own.numel])
+            out = local[own.start : own.stop] if in_place else local.new_empty(own.numel)
             pending = lane.reduce_scatter(local, out, flat.label)
         return cls(_average_between_replicas(pending, out, fabric, flat.label), local, out, complete)
 

@@ -185,10 +185,10 @@ def on_stream(track: str, name: str) -> AbstractContextManager[None]:
     return _NOTHING if _active is None else _active.on_stream(track, name)
 
 
-def phase(name: str | None) -> None:
-    """The device ends one phase of computing and begins the next, if a trace is recording."""
+def phase(name: str | None, title: str = "") -> None:
+    """The device ends one phase of computing and begins the next, if a trace is recording. ``title`` is a unit's."""
     if _active is not None:
-        _active.phase(name)
+        _active.phase(f"{name} {title}" if title else name)
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
