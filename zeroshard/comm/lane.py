@@ -183,16 +183,20 @@ class Lane:
         return entry
 
     def _start(self, start: Callable[[], Finish | None], operation: str) -> Pending:
-        if self.stream is None:
-            with self._watchdog.blaming(operation):
+        self._watchdog.check()
+        try:
+            if self.stream is None:
                 finish = start()
-            return Done() if finish is None else _OnHost(self._watchdog, finish, operation)
-        # The lane waits for all work that the device was given so far. Inputs are then written, and nobody reads
-        # released memory any more. Work that the device is given later runs at the same time as the lane.
-        ready = torch.cuda.current_stream(self._device).record_event()
-        self.stream.wait_event(ready)
-        with torch.cuda.stream(self.stream), self._watchdog.blaming(operation):
-            start()
+                return Done() if finish is None else _OnHost(self._watchdog, finish, operation)
+            # The lane waits for all work that the device was given so far. Inputs are then written, and nobody reads
+            # released memory any more. Work that the device is given later runs at the same time as the lane.
+            ready = torch.cuda.current_stream(self._device).record_event()
+            self.stream.wait_event(ready)
+            with torch.cuda.stream(self.stream):
+                start()
+        except RuntimeError as error:
+            self._watchdog.blame(operation, error)
+            raise
         pending = _OnStream(ready, self.stream.record_event(), self._watchdog, operation)
         if self.group is not None:
             self._under_way.append(pending)

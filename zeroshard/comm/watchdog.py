@@ -172,13 +172,15 @@ class Watchdog:
         self.check()
         try:
             yield
-        except StallError:
-            raise
         except BaseException as error:
-            if not _is_of_the_backend(error):
-                if half_done:
-                    self.break_off(f"{type(error).__name__}: {error}")
-                raise
+            if half_done and not _is_of_the_backend(error):
+                self.break_off(f"{type(error).__name__}: {error}")
+            self.blame(operation, error)
+            raise
+
+    def blame(self, operation: str, error: BaseException) -> None:
+        """Raises the error that names rank and operation, if the given error is the backend's."""
+        if not isinstance(error, StallError) and _is_of_the_backend(error):
             self.check()  # the thread has aborted this collective, and knows why
             self.break_off(f"{self.explain(operation)} (the backend said: {error})")
             raise StallError(self._broken) from error
