@@ -1,7 +1,8 @@
-"""A collective on the device that waits for other ranks too long is aborted: the host may wait for it for ever."""
+"""A collective that another rank does not join is aborted: the host may wait for the device, and so for ever."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from zeroshard import StallError
 from zeroshard.comm import watchdog as module
 from zeroshard.comm.lane import Lane, _OnStream
-from zeroshard.comm.posts import Posts
+from zeroshard.comm.posts import Post, Posts
 from zeroshard.comm.store import BoundedStore
 from zeroshard.comm.transport import Copies
 from zeroshard.comm.watchdog import Watchdog
@@ -29,6 +30,9 @@ class Collectives:
 
     def waiting(self) -> object | None:
         return self.first()
+
+    def idle(self) -> bool:
+        return self.first() is None
 
     def abort(self) -> None:
         self.aborted = True
@@ -46,6 +50,7 @@ def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
 def watch(watchdog: Watchdog, seconds: float, *lanes: Collectives) -> None:
     watchdog.lanes.extend(lanes)
     watchdog._thread.start()
+    watchdog.watch_device()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(lane.aborted for lane in lanes):
         time.sleep(0.01)
@@ -66,6 +71,37 @@ def test_a_collective_that_waits_too_long_ends_all_lanes_and_the_next_call_names
 
 def test_collectives_that_go_on_slowly_are_left_alone(watchdog: Watchdog) -> None:
     lane = Collectives(lambda: int(time.monotonic() / (TIMEOUT / 2)))  # another one before the time is over
+    watch(watchdog, 4 * TIMEOUT, lane)
+    assert not lane.aborted
+    watchdog.check()
+
+
+def post_of_the_other(watchdog: Watchdog, joint: int) -> None:
+    post = Post(1, joint, joint, "somewhere", None, {})
+    watchdog.store.ask(lambda store: store.set("zeroshard/test/1", json.dumps(post)), 5.0)
+
+
+def test_a_rank_that_has_not_begun_what_this_rank_began_long_ago_is_found_without_the_device(
+    watchdog: Watchdog,
+) -> None:
+    post_of_the_other(watchdog, 1)
+    lane = Collectives(lambda: None)
+    for operation in ("all_gather blocks.0", "all_gather blocks.1"):
+        watchdog.note(operation)
+    began = time.monotonic()
+    watch(watchdog, 10.0, lane)
+    assert lane.aborted
+    assert TIMEOUT < time.monotonic() - began < 5.0
+    with pytest.raises(StallError, match=r"rank 0 waited for all_gather blocks\.1 .*rank 1 has died or left"):
+        watchdog.check()
+
+
+def test_a_rank_that_is_as_far_as_this_one_may_take_its_time(watchdog: Watchdog) -> None:
+    post_of_the_other(watchdog, 1)
+    watchdog.note("all_gather blocks.0")
+    for _ in range(5):
+        watchdog.note("a gather that only some ranks make", joint=False)
+    lane = Collectives(lambda: None)
     watch(watchdog, 4 * TIMEOUT, lane)
     assert not lane.aborted
     watchdog.check()

@@ -67,12 +67,12 @@ def test_the_first_failure_counts_and_is_not_told_to_its_own_rank() -> None:
     ranks[2].fail("a consequence")
     assert ranks[0].failure() == ranks[2].failure() == "rank 1 failed: the first"
     assert ranks[1].failure() is None
-    ranks[0].post(Post(1, 2, "a place", None, {"step()": 3}))
+    ranks[0].post(Post(1, 2, 2, "a place", None, {"step()": 3}))
     assert ranks[2].store.ask(lambda store: None, 5.0) is None
     deadline = time.monotonic() + 5
     while not ranks[2].read_all() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ranks[2].read_all() == {0: Post(1, 2, "a place", None, {"step()": 3})}
+    assert ranks[2].read_all() == {0: Post(1, 2, 2, "a place", None, {"step()": 3})}
     for posts in ranks:
         posts.store.stop(5.0)
 

@@ -81,10 +81,12 @@ class Fabric:
         self.reduces = self._new_lane("reduces", reduces)
         self.replicas = self._new_lane("between replicas", replicas)
         self.replicas.stream = self.reduces.stream  # an average over replicas follows a reduce anyway
-        self.model = self._new_lane("model parallel", model)
+        self.model = self._new_lane("model parallel", model, joint=False)  # recomputation may differ
         self._everybody = self._new_lane("all ranks", everybody)
         self._same_part = self._new_lane("ranks with the same part of the model", same_part)
         self._everybody.stream = self._same_part.stream = self.gathers.stream
+        if self._exchange is not None and device.type == "cuda":
+            self.watchdog.watch_device()
         self.lanes = (self.gathers, self.reduces, self.replicas)
         """The lanes on which all ranks must do the same. Data-parallel ranks may differ in what they recompute."""
         self.shard_rank, self.shards = self.gathers.rank, self.gathers.world
@@ -111,9 +113,9 @@ class Fabric:
                 mine = group if self.rank in row else mine
         return mine if isinstance(mine, dist.ProcessGroup) else None
 
-    def _new_lane(self, name: str, group: dist.ProcessGroup | None) -> Lane:
+    def _new_lane(self, name: str, group: dist.ProcessGroup | None, *, joint: bool = True) -> Lane:
         transport = transport_for(group, self.backend, self.device, self._patience)
-        return Lane(name, group, transport, self.device, self.watchdog)
+        return Lane(name, group, transport, self.device, self.watchdog, joint=joint)
 
     def _new_exchange(self, name: str) -> Exchange:
         address = machine.address_for_ranks()

@@ -96,8 +96,11 @@ class Lane:
         transport: Transport,
         device: torch.device,
         watchdog: Watchdog,
+        *,
+        joint: bool = True,
     ) -> None:
-        self.name, self.group = name, group
+        """``joint``: all ranks issue the same operations on their lanes of this name."""
+        self.name, self.group, self._joint = name, group, joint
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
         self.meter = Meter()
@@ -161,11 +164,14 @@ class Lane:
         Operations end in their order. The first one that is not done waits for other ranks if all work of this rank
         before it is done.
         """
-        under_way = self._under_way
-        while under_way and under_way[0].done.query():
-            under_way.popleft()
-        first = under_way[0] if under_way else None
+        first = None if self.idle() else self._under_way[0]
         return first if first is not None and first.ready.query() else None
+
+    def idle(self) -> bool:
+        """Whether the device has completed all operations."""
+        while self._under_way and self._under_way[0].done.query():
+            self._under_way.popleft()
+        return not self._under_way
 
     def abort(self) -> None:
         """Ends all operations on the device. None is possible afterwards."""
@@ -177,7 +183,7 @@ class Lane:
         entry = f"{kind.value} {label}"
         self.hash = zlib.crc32(entry.encode(), self.hash)
         self.log.append(entry)
-        self._watchdog.note(f"{entry} ({self.name})")
+        self._watchdog.note(f"{entry} ({self.name})", joint=self._joint)
         if self.group is not None:
             self.meter.count(kind, whole.numel(), whole.element_size())
         return entry

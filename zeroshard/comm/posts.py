@@ -17,6 +17,9 @@ class Post(NamedTuple):
 
     beat: int
     operations: int
+    """How many collectives the rank has begun."""
+    joint: int
+    """How many of them all ranks make."""
     where: str
     """The collective that the rank began last."""
     call: str | None
@@ -48,11 +51,9 @@ class Posts:
         return self.store.ask(read, READ_SECONDS)
 
     def read(self, rank: int) -> Post | None:
-        """The last post of one rank. None if there is none, or no answer."""
+        """The last post of one rank. None if there is none. Raises ``StoreError`` if the store does not answer."""
         key = f"{self._name}/{rank}"
-        with suppress(StoreError):
-            return self.store.ask(lambda s: Post(*json.loads(s.get(key))) if s.check([key]) else None, READ_SECONDS)
-        return None
+        return self.store.ask(lambda s: Post(*json.loads(s.get(key))) if s.check([key]) else None, READ_SECONDS)
 
     def fail(self, what: str) -> None:
         """Tells the other ranks what went wrong on this rank. The first failure of all ranks counts."""

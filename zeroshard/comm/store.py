@@ -79,8 +79,12 @@ class BoundedStore:
                 reply.put((None, error))
 
 
+def served_by_rank_zero() -> bool:
+    """Whether rank 0 serves the store. Else torchrun's agent does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+
+
 def server_of_the_store() -> str:
     """Who serves the store, in words."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return f"torchrun at {os.environ.get('MASTER_ADDR')}, which has the store of the process group,"
-    return "rank 0, which has the store of the process group,"
+    who = "rank 0" if served_by_rank_zero() else f"torchrun at {os.environ.get('MASTER_ADDR')}"
+    return f"{who}, which has the store of the process group,"

@@ -4,8 +4,13 @@ Every rank posts its last collective and the user's call that it belongs to once
 collective stalls reads the posts of all ranks, and raises an error that names the missing rank. A thread does the
 posting: a rank that hangs in other code still posts, and a rank that has died or was stopped is silent.
 
-The same thread looks at the collectives on the device. The host may be in ``loss.item()`` then, and would wait for ever
-for a rank that is gone. The thread aborts such a collective. The next call of the library raises.
+A collective on the device stalls without the host's knowledge: the host may be in ``loss.item()``, and would wait for
+ever. So two threads look for such a stall, abort all collectives, and the next call of the library raises:
+
+- The posting thread looks at the number of collectives that the next rank has begun. It finds a rank that has not come
+  to a collective that this rank began long ago. For that it needs nothing from the device.
+- Another thread asks the device which collectives are done. It finds those that all ranks have begun and none can end.
+  It may not get an answer: a copy from memory that is not pinned makes other calls of CUDA wait, too.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import atexit
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,15 +29,15 @@ import torch.distributed as dist
 
 from ..system import compat
 from .posts import Post, Posts
-from .store import BoundedStore, StoreError, server_of_the_store
+from .store import BoundedStore, StoreError, served_by_rank_zero, server_of_the_store
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3
 FORWARD = "a forward"
 EVALUATION = "a forward without gradients, as in evaluation or generate()"
 BACKWARD = "a backward"
-LEAVE_SECONDS = 5.0
-"""How long the end of the interpreter waits for posts under way."""
+LEAVE_SECONDS = 3.0
+"""How long the end of the interpreter waits for posts and collectives under way."""
 
 _posting: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
@@ -45,6 +51,9 @@ class WatchedLane(Protocol):
 
     def waiting(self) -> object | None:
         """The collective on the device that waits for other ranks now. Its text names it. None if there is none."""
+
+    def idle(self) -> bool:
+        """Whether the device has completed all collectives."""
 
     def abort(self) -> None:
         """Ends all collectives on the device. None is possible afterwards."""
@@ -73,7 +82,7 @@ class Watchdog:
         self._posts, self._rank, self._world, self._timeout = posts, rank, world, timeout
         self.lanes: list[WatchedLane] = []
         """What this watchdog looks after."""
-        self._operations, self._where, self._beat = 0, "the start", 0
+        self._operations, self._joint, self._where, self._beat = 0, 0, "the start", 0
         self._pass: str | None = None
         """The forward or backward that runs. An exception may have ended it."""
         self._call: str | None = None
@@ -81,10 +90,13 @@ class Watchdog:
         self._calls: dict[str, int] = {}
         self._broken: str | None = None
         """Why a collective did not complete. The ranks no longer know which data has arrived where."""
-        self._waits: dict[int, tuple[object, float]] = {}
-        """For each lane: the collective that waits, and since when."""
+        self._heard = 0
+        """How many joint collectives this rank had begun when the store last answered."""
+        self._begun: deque[tuple[float, int, str]] = deque()
+        """Times in the past, how many joint collectives this rank had begun, and the last of them."""
         self._stopped, self._ended = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="zeroshard-watchdog", daemon=True)
+        self._device_thread = threading.Thread(target=self._watch_device, name="zeroshard-device", daemon=True)
 
     @classmethod
     def start(cls, rank: int, world: int, name: str, timeout: float) -> Watchdog:
@@ -94,6 +106,10 @@ class Watchdog:
         watchdog._thread.start()
         _posting.add(watchdog)
         return watchdog
+
+    def watch_device(self) -> None:
+        """Begins to look at the collectives on the device, too."""
+        self._device_thread.start()
 
     @classmethod
     def silent(cls, rank: int, world: int) -> Watchdog:
@@ -105,9 +121,10 @@ class Watchdog:
         """The store that the ranks post to."""
         return self._posts.store
 
-    def note(self, where: str) -> None:
-        """Remembers the collective that this rank begins, for the next post."""
+    def note(self, where: str, *, joint: bool = True) -> None:
+        """Remembers the collective that this rank begins, for the next post. ``joint``: all ranks make it."""
         self._operations += 1
+        self._joint += joint
         self._where = where
 
     def begin_pass(self, call: str) -> None:
@@ -144,13 +161,17 @@ class Watchdog:
 
     def where(self, rank: int) -> str:
         """Where another rank was when it last posted."""
-        post = self._posts.read(rank)
-        return "nowhere: it has never posted" if post is None else post.where
+        with suppress(StoreError):
+            post = self._posts.read(rank)
+            return "nowhere: it has never posted" if post is None else post.where
+        return "a place that the store does not tell"
 
     def is_ahead(self, rank: int) -> bool:
         """Whether another rank has begun a collective that this rank has not come to."""
-        post = self._posts.read(rank)
-        return post is not None and post.operations > self._operations
+        with suppress(StoreError):
+            post = self._posts.read(rank)
+            return post is not None and post.operations > self._operations
+        return False
 
     # -- stalls ---------------------------------------------------------------------------------------------------
 
@@ -249,38 +270,61 @@ class Watchdog:
         ]
         return f"the ranks have not made the same calls so far: {', '.join(found)}" if found else None
 
-    # -- the thread -----------------------------------------------------------------------------------------------
+    # -- the threads ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
             self._beat += 1
             call = self._call or self._pass
-            self._posts.post(Post(self._beat, self._operations, self._where, call, dict(self._calls)))
-            with suppress(RuntimeError):  # an error of the device: the next use of the device raises it, too
-                self._look()
+            self._posts.post(Post(self._beat, self._operations, self._joint, self._where, call, dict(self._calls)))
+            self._look()
             if self._stopped.wait(BEAT_SECONDS):
                 return
 
     def _look(self) -> None:
-        """Ends collectives on the device that wait for other ranks for too long, or that failed."""
+        """Ends collectives that another rank does not join, or that failed."""
         if self._ended:
             return
         if self._broken is not None:
             self._begin(self._abort)
             return
         now = time.monotonic()
-        for number, lane in enumerate(self.lanes):
-            waiting = lane.waiting()
-            seen, since = self._waits.get(number, (None, now))
-            if waiting is not seen:
-                self._waits[number] = (waiting, now)
-            elif waiting is not None and now - since > self._patience():
-                self._begin(partial(self._end, str(waiting)))
-                return
+        if not self._begun or self._begun[-1][1] != self._joint:
+            self._begun.append((now, self._joint, self._where))
+        # Posts are up to a beat old, and so is what is known of this rank.
+        while len(self._begun) > 1 and now - self._begun[1][0] > self._timeout + 2 * BEAT_SECONDS:
+            self._begun.popleft()
+        since, begun, operation = self._begun[0]
+        overdue = begun if now - since > self._timeout + 2 * BEAT_SECONDS else 0
+        if self._next_rank_is_late(overdue):
+            self._begin(partial(self._end, operation))
 
-    def _patience(self) -> float:
-        """How long a collective may wait. A rank that has failed is not waited for."""
-        return BEAT_SECONDS if self._posts.failure() is not None else self._timeout
+    def _next_rank_is_late(self, overdue: int) -> bool:
+        """Whether the next rank, or rank 0 if it has the store, has begun fewer than ``overdue`` joint collectives.
+
+        A rank that has failed is late, too.
+        """
+        try:
+            if self._posts.failure() is not None:
+                return True
+            post = self._posts.read((self._rank + 1) % self._world)
+        except StoreError:
+            return served_by_rank_zero() and self._heard < overdue
+        self._heard = self._joint
+        return post is not None and post.joint < overdue
+
+    def _watch_device(self) -> None:
+        """Ends collectives on the device that wait for other ranks for too long."""
+        waits: dict[int, tuple[object, float]] = {}
+        while not self._stopped.wait(BEAT_SECONDS) and not self._ended:
+            with suppress(RuntimeError):  # an error of the device: the next use of the device raises it, too
+                for number, lane in enumerate(self.lanes):
+                    waiting, now = lane.waiting(), time.monotonic()
+                    seen, since = waits.get(number, (None, now))
+                    if waiting is not seen:
+                        waits[number] = (waiting, now)
+                    elif waiting is not None and now - since > self._timeout and not self._ended:
+                        self._begin(partial(self._end, str(waiting)))
 
     def _end(self, operation: str) -> None:
         self.break_off(self.explain(operation))
@@ -293,8 +337,25 @@ class Watchdog:
 
     def _abort(self) -> None:
         """Aborts all lanes at the same time: the end of one may have to wait for the end of another."""
-        for lane in self.lanes:
-            threading.Thread(target=lane.abort, name="zeroshard-abort", daemon=True).start()
+        threads = [threading.Thread(target=lane.abort, name="zeroshard-abort", daemon=True) for lane in self.lanes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LEAVE_SECONDS)
+
+    def leave(self, latest: float) -> None:
+        """Called when the interpreter ends. A thread that used the store afterwards would abort the process.
+
+        A collective that waits for other ranks would keep the process from ending.
+        """
+        with suppress(RuntimeError, IndexError):  # the device's thread may look, too
+            while not self._ended and not all(lane.idle() for lane in self.lanes) and time.monotonic() < latest:
+                time.sleep(0.01)
+            if not self._ended and not all(lane.idle() for lane in self.lanes):
+                self._abort()
+        self.stop()
+        self._thread.join(max(0.0, latest - time.monotonic()))
+        self.store.stop(max(0.0, latest - time.monotonic()))
 
 
 def _is_of_the_backend(error: BaseException) -> bool:
@@ -306,12 +367,7 @@ def _is_of_the_backend(error: BaseException) -> bool:
 
 
 @atexit.register
-def _stop_all() -> None:
-    """Ends the posting threads. A thread that used the store after the interpreter's end would abort the process."""
-    watchdogs = list(_posting)
-    for watchdog in watchdogs:
-        watchdog.stop()
+def _leave_all() -> None:
     latest = time.monotonic() + LEAVE_SECONDS
-    for watchdog in watchdogs:
-        watchdog._thread.join(max(0.0, latest - time.monotonic()))
-        watchdog.store.stop(max(0.0, latest - time.monotonic()))
+    for watchdog in list(_posting):
+        watchdog.leave(latest)
