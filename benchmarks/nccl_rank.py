@@ -18,8 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.nccl_variants import VARIANTS, Job
+from benchmarks.nccl_variants import VARIANTS, Job, Trainer
 from tests.nccl.processes import environment
+
+LAUNCHES = 3
+"""Steps whose launching is timed by itself."""
 
 
 class Turn(NamedTuple):
@@ -47,6 +50,8 @@ class Measured:
     host_seconds: float
     """In `optimizer.step()`, median over steps."""
     host_seconds_max: float
+    launch_seconds: float
+    """In `optimizer.step()`, where the device has nothing else to do: what the host itself needs. Median."""
     peak_gib: float
     """Allocated by torch during the timed steps, above what was allocated before the variant was built."""
     loss: float
@@ -112,8 +117,25 @@ def measure(turn: Turn, job: Job, tokens: Tensor, targets: Tensor) -> Measured:
     spans = clock.spans()
     mean = (time.perf_counter() - begin) / turn.steps
     peak = (torch.cuda.max_memory_allocated() - base) / 2**30
+    launch = [launch_alone(trainer, tokens, targets, on_gpu) for _ in range(LAUNCHES)]
     trainer.close()
-    return Measured(statistics.median(spans), mean, statistics.median(host), max(host), peak, loss.item())
+    return Measured(
+        statistics.median(spans), mean, statistics.median(host), max(host), statistics.median(launch), peak, loss.item()
+    )
+
+
+def launch_alone(trainer: Trainer, tokens: Tensor, targets: Tensor, on_gpu: bool) -> float:
+    """Seconds inside `optimizer.step()` of a device that is done with backward. All ranks begin together."""
+    trainer.backward(tokens, targets)
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    trainer.update()
+    seconds = time.perf_counter() - begin
+    trainer.clear()
+    trainer.finish()
+    return seconds
 
 
 class HostClock:

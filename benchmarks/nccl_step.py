@@ -18,8 +18,10 @@ torch's fused AdamW and the same number of host threads. Beyond that:
   start from parameters that were rounded to bf16, so its loss differs a little from the others'.
 - zeroshard: the defaults, except for the options in a row's name.
 
-*step()* is the host's time inside `optimizer.step()`. For DDP and FSDP2 clipping is in it, for DeepSpeed it is
-`engine.step()`. A variant that fails or hangs is named, and the others go on, after a hang in new processes.
+*step()* is the host's time inside `optimizer.step()`. A host that is far ahead of the device waits there for a place in
+the device's queue, so *alone* is the same where the device has nothing else to do. For DDP and FSDP2 clipping is in it,
+for DeepSpeed it is `engine.step()`. A variant that fails or hangs is named, and the others go on, after a hang in new
+processes.
 """
 
 from __future__ import annotations
@@ -238,6 +240,7 @@ def measure_world(
 def described(found: Measured) -> str:
     """Figures in a line."""
     host = f"step() {1e3 * found.host_seconds:.1f} ms, at most {1e3 * found.host_seconds_max:.1f}"
+    host += f", alone {1e3 * found.launch_seconds:.1f}"
     seconds = f"{found.seconds:.4f} s (mean {found.mean_seconds:.4f})"
     return f"{seconds}  {host}  {found.peak_gib:.2f} GiB  loss {found.loss:.4f}"
 
@@ -245,17 +248,17 @@ def described(found: Measured) -> str:
 def table_of(rows: Sequence[Row]) -> str:
     """A table in Markdown."""
     lines = [
-        "| ranks | | s a step, round 1 | round 2 | step() ms | at most | peak GiB | loss | |",
-        "|---|" + "---|" * 8,
+        "| ranks | | s a step, round 1 | round 2 | step() ms | at most | alone | peak GiB | loss | |",
+        "|---|" + "---|" * 9,
     ]
     for row in rows:
         first = row.rounds[0] if row.rounds else None
         cells = [f"{one.seconds:.4f}" for one in row.rounds] + [""] * (ROUNDS - len(row.rounds))
         if first is not None:
             host = max(one.host_seconds_max for one in row.rounds)
-            cells += [f"{1e3 * first.host_seconds:.1f}", f"{1e3 * host:.1f}", f"{first.peak_gib:.2f}"]
-            cells += [f"{first.loss:.4f}"]
-        lines.append(f"| {row.ranks} | {row.name} | {' | '.join(cells + [''] * (6 - len(cells)))} | {row.note} |")
+            cells += [f"{1e3 * first.host_seconds:.1f}", f"{1e3 * host:.1f}", f"{1e3 * first.launch_seconds:.1f}"]
+            cells += [f"{first.peak_gib:.2f}", f"{first.loss:.4f}"]
+        lines.append(f"| {row.ranks} | {row.name} | {' | '.join(cells + [''] * (7 - len(cells)))} | {row.note} |")
     return "\n".join(lines)
 
 

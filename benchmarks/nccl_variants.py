@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from benchmarks.peers import deepspeed_engine, fully_sharded
@@ -106,21 +106,29 @@ def fsdp2(*, offload: bool = False) -> Callable[[Job], Trainer]:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)}
-        mesh = init_device_mesh(job.device.type, (dist.get_world_size(),))
         if offload:
             policies["offload_policy"] = CPUOffloadPolicy()
-            # Clipping reduces the norm of gradients that are on the host, so the group must serve the host too.
-            mesh = DeviceMesh.from_group(dist.new_group(backend="cpu:gloo,cuda:nccl"), "cuda")
-        model = fully_sharded(new_model(job), mesh, **policies)
+        model = fully_sharded(new_model(job), init_device_mesh(job.device.type, (dist.get_world_size(),)), **policies)
         optimizer = adamw(model.parameters())
 
         def update() -> None:
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            if offload:
+                clip_on_host(model)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
 
         return Trainer(backward_of(model), update, optimizer.zero_grad)
 
     return build
+
+
+def clip_on_host(model: nn.Module) -> None:
+    """Clips shards of gradients on the host. torch's function would reduce their norm there, and NCCL cannot."""
+    shards: list[Any] = [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
+    square = torch.stack(torch._foreach_norm(shards)).square().sum().cuda()
+    dist.all_reduce(square)
+    torch._foreach_mul_(shards, min(1.0, MAX_NORM / (float(square.sqrt()) + 1e-6)))
 
 
 def deepspeed(stage: int, *, offload: bool = False) -> Callable[[Job], Trainer]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,6 +111,8 @@ class Lane:
         self._transport, self._device, self._watchdog = transport, device, watchdog
         self._under_way: deque[_OnStream] = deque()
         """Operations that the device may not have completed, if other ranks take part in them."""
+        self._ready: torch.cuda.Event | None = None
+        """Inside ``in_a_row``: the work that all operations wait for is done."""
         watchdog.lanes.append(self)
 
     def all_gather(
@@ -158,6 +161,22 @@ class Lane:
 
         return self._start(start, operation)
 
+    @contextmanager
+    def in_a_row(self) -> Iterator[None]:
+        """Operations begin inside, and no other work of the device between them. They wait for the work before once."""
+        if self.stream is not None:
+            self._ready = self._wait_for_device(self.stream)
+        try:
+            yield
+        finally:
+            self._ready = None
+
+    def _wait_for_device(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        stream.wait_event(ready)
+        return ready
+
     def waiting(self) -> _OnStream | None:
         """The operation on the device that waits for other ranks now. The watchdog's thread asks.
 
@@ -196,14 +215,15 @@ class Lane:
                 return Done() if finish is None else _OnHost(self._watchdog, finish, operation)
             # The lane waits for all work that the device was given so far. Inputs are then written, and nobody reads
             # released memory any more. Work that the device is given later runs at the same time as the lane.
-            ready = torch.cuda.current_stream(self._device).record_event()
-            self.stream.wait_event(ready)
+            ready = self._ready or self._wait_for_device(self.stream)
             with torch.cuda.stream(self.stream):
                 start()
         except RuntimeError as error:
             self._watchdog.blame(operation, error)
             raise
-        pending = _OnStream(ready, self.stream.record_event(), self._watchdog, operation)
+        done = torch.cuda.Event()
+        done.record(self.stream)
+        pending = _OnStream(ready, done, self._watchdog, operation)
         if self.group is not None:
             self._under_way.append(pending)
         return pending

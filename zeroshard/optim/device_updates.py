@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.fabric import Fabric
 from ..config.bounds import FIRST_ELEMENTS, UPDATE_ELEMENTS
 from ..config.layout import Piece
 from ..config.optimizers import SUPPORTED
 from ..states.device_home import DeviceHome, round_masters
-from ..states.flat import Flat
+from ..states.flat import Flat, publish_rounded
 from ..states.updates import FlatStates, Updates
 from ..system import compat
 from .foreign import step_freely
@@ -23,7 +24,8 @@ from .foreign import step_freely
 class DeviceUpdates(Updates):
     """Runs the user's own optimizer on the pieces of flats that live on the device."""
 
-    def __init__(self, original: torch.optim.Optimizer, flats: Sequence[Flat]) -> None:
+    def __init__(self, original: torch.optim.Optimizer, flats: Sequence[Flat], fabric: Fabric) -> None:
+        self._fabric = fabric
         self._homes = {flat: flat.home for flat in flats if isinstance(flat.home, DeviceHome)}
         self._number = {id(p): number for number, group in enumerate(original.param_groups) for p in group["params"]}
         self._inner = _on_pieces(original)
@@ -86,8 +88,7 @@ class DeviceUpdates(Updates):
         for flat in updated:
             flat.finish_gather()
         round_masters(self._homes[flat] for flat in updated)
-        for flat in updated:
-            flat.publish(rounded=True)
+        publish_rounded(updated, self._fabric)
 
 
 class TorchStates(FlatStates):

@@ -79,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         compat.adopt_step_hooks(self, original)
         self.unsharded = original
         """The optimizer that was given to ``shard()``."""
-        on_device = DeviceUpdates(original, flats)
+        on_device = DeviceUpdates(original, flats, fabric)
         self._updates: list[Updates] = [*elsewhere, on_device]
         for updates in self._updates:
             updates.steered_by = self

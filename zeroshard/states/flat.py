@@ -358,6 +358,13 @@ class Flat:
         self.take_written()
 
 
+def publish_rounded(flats: Sequence[Flat], fabric: Fabric) -> None:
+    """Publishes flats whose parameters at rest have the masters' values already."""
+    with fabric.gathers.in_a_row():
+        for flat in flats:
+            flat.publish(rounded=True)
+
+
 def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:
     """Sizes of the gap before the first piece, that piece, the gap before the next, and so on to the end."""
     sizes, end = [], 0
