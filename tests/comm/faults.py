@@ -8,6 +8,7 @@ runs one rank of it. ``run`` starts all ranks, waits until every rank but the br
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import re
@@ -86,7 +87,7 @@ def run(case: Case) -> dict[int, End]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid.read_text()), signal.SIGKILL)
             for process in processes:
-                process.communicate()
+                process.wait()
 
 
 def _under_torchrun(command: list[str], world: int) -> list[subprocess.Popen[str]]:
@@ -98,7 +99,8 @@ def _watch(case: Case, folder: Path, processes: list[subprocess.Popen[str]]) -> 
     lasting = case.fault in ("kill", "stop")  # such a rank cannot tell how it ended
     expected = [rank for rank in range(case.world) if not (lasting and rank == case.rank)]
     broken = folder / "broken"
-    _wait(broken.exists, START, lambda: "the rank did not break")
+    everybody = [process.pid for process in processes]
+    _wait(broken.exists, START, lambda: f"the rank did not break\n{_stacks(processes, everybody)}")
     since = float(broken.read_text())
     if case.launcher:
         processes[0].send_signal(signal.SIGSTOP)
@@ -112,13 +114,29 @@ def _watch(case: Case, folder: Path, processes: list[subprocess.Popen[str]]) -> 
         return len(ended) == len(pids)
 
     late = STALL_TIMEOUT + GRACE
-    _wait(all_ended, since + late - time.time(), lambda: f"ranks {set(pids) - set(ended)} have not ended in {late} s")
+
+    def why() -> str:
+        stacks = _stacks(processes, [pid for rank, pid in pids.items() if rank not in ended])
+        return f"ranks {set(pids) - set(ended)} have not ended in {late} s\n{stacks}"
+
+    _wait(all_ended, since + late - time.time(), why)
     found = {}
     for rank in expected:
         told = json.loads((folder / f"end-{rank}").read_text())
         code = 1 if case.launcher else processes[rank].wait()
         found[rank] = End(ended[rank], code, told["kind"], told["text"])
     return found
+
+
+def _stacks(processes: list[subprocess.Popen[str]], pids: list[int]) -> str:
+    """Where ranks are, and what all have printed."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(1.0)
+    for process in processes:
+        process.kill()
+    return "\n".join(process.communicate()[0] for process in processes)
 
 
 def _is_gone(pid: int) -> bool:
@@ -228,6 +246,7 @@ def train(case: Case, folder: Path) -> None:
 def main() -> None:
     case, folder = Case(**json.loads(sys.argv[1])), Path(sys.argv[2])
     rank = int(os.environ["RANK"])
+    faulthandler.register(signal.SIGUSR1)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     kind, text = "none", ""
     try:

@@ -13,8 +13,8 @@ from tests.comm.faults import Case, End, assert_ended_well, run
 from tests.nccl.processes import device
 from tests.storage.killing import Torchrun, kill_often, weights_of
 
-AT_ONCE = max(1, (os.cpu_count() or 1) // 2)
-"""How many programs run at once. They import, or wait for a rank that does not come."""
+AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""How many programs run at once. They import, or wait for a rank that does not come. Ranks take turns on the device."""
 
 PLACES = ("forward", "backward", "step", "save")
 CASES = [
@@ -36,10 +36,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def ends() -> Iterator[Callable[[Case], dict[int, End]]]:
-    """Starts all programs, some at a time. Returns how the ranks of one of them ended."""
+def ends(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], dict[int, End]]]:
+    """Starts all programs that tests ask for, some at a time. Returns how the ranks of one of them ended."""
     pool = ThreadPoolExecutor(AT_ONCE)
-    started: dict[Case, Future[dict[int, End]]] = {case: pool.submit(run, case.on(device().type)) for case in CASES}
+    asked = [item.callspec.params["case"] for item in request.session.items if "ends" in item.fixturenames]
+    started: dict[Case, Future[dict[int, End]]] = {case: pool.submit(run, case.on(device().type)) for case in asked}
     yield lambda case: started[case].result()
     pool.shutdown(cancel_futures=True)
 
