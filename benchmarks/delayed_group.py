@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.comm.fabric import LONELY_BACKENDS
+
 
 @dataclass(frozen=True)
 class Link:
@@ -124,6 +126,7 @@ class DelayedGroup(dist.ProcessGroup):
 def delayed_world(size: int, link: Link) -> Iterator[None]:
     """A world of ``size`` ranks, of which only this one is real, over a given link."""
     DelayedGroup.link = link
+    LONELY_BACKENDS.add("delayed")
     if link.latency:  # without one also on a CPU
         DelayedGroup.cycles_a_second, DelayedGroup.wire = _cycles_a_second(), torch.cuda.Stream()
     if "delayed" not in dist.Backend.backend_list:

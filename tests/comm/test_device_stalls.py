@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from zeroshard import StallError
-from zeroshard.comm import watchdog as module
+from zeroshard.comm import posts
 from zeroshard.comm.lane import Lane, _OnStream
+from zeroshard.comm.lookout import Lookout
 from zeroshard.comm.posts import Post, Posts
 from zeroshard.comm.store import BoundedStore
 from zeroshard.comm.transport import Copies
@@ -41,19 +42,18 @@ class Collectives:
 @pytest.fixture
 def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
     """One of two ranks, whose thread looks often. The other rank has never posted."""
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(posts, "BEAT_SECONDS", 0.02)
     made = Watchdog(Posts(BoundedStore(dist.HashStore()), 0, 2, "test"), 0, 2, TIMEOUT)
     yield made
-    made.stop()
+    made.stopped.set()
 
 
 def watch(watchdog: Watchdog, seconds: float, *lanes: Collectives) -> None:
-    watchdog.lanes.extend(lanes)
-    watchdog._thread.start()
-    watchdog.watch_device()
+    lookout = Lookout(watchdog, lanes, on_device=True)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(lane.aborted for lane in lanes):
         time.sleep(0.01)
+    lookout.stop()
 
 
 def test_a_collective_that_waits_too_long_ends_all_lanes_and_the_next_call_names_rank_and_place(
@@ -108,8 +108,8 @@ def test_a_rank_that_is_as_far_as_this_one_may_take_its_time(watchdog: Watchdog)
 
 
 def test_a_rank_that_has_failed_is_not_waited_for(watchdog: Watchdog) -> None:
-    watchdog._timeout = 60.0
-    watchdog._posts.store.ask(lambda store: store.set("zeroshard/test/failed", '[1, "no memory"]'), 5.0)
+    watchdog.timeout = 60.0
+    watchdog.store.ask(lambda store: store.set("zeroshard/test/failed", '[1, "no memory"]'), 5.0)
     stuck = Collectives(lambda: "all_gather blocks.3")
     watch(watchdog, 10.0, stuck)
     assert stuck.aborted
@@ -126,9 +126,8 @@ class Event:
 
 
 def test_a_lane_waits_for_other_ranks_only_if_all_work_of_this_rank_is_done() -> None:
-    quiet = Watchdog.silent(0, 2)
+    quiet = Watchdog(Posts(BoundedStore(dist.HashStore()), 0, 2, "test"), 0, 2, TIMEOUT)
     lane = Lane("gathers", None, Copies(0, 1), torch.device("cpu"), quiet)
-    assert quiet.lanes == [lane]
     ready, done = [Event(), Event()], [Event(), Event()]
     operations: list[Any] = [_OnStream(ready[i], done[i], quiet, f"gather {i}") for i in range(2)]  # type: ignore[arg-type]
     lane._under_way.extend(operations)

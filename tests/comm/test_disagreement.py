@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard
 from tests.models import Block, batch, loss_of, net
 from tests.ranks import Pool, on_ranks
-from zeroshard.comm import watchdog
+from zeroshard.comm import posts
 from zeroshard.runtime import runtime_of
 
 SHORT = 2.0
@@ -27,7 +27,7 @@ SHORT = 2.0
 def quick_beats() -> Iterator[None]:
     """Ranks post often, so that a stall is explained sooner."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watchdog, "BEAT_SECONDS", 0.2)
+        patch.setattr(posts, "BEAT_SECONDS", 0.2)
         yield
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from zeroshard import StallError
 from zeroshard.comm.lane import _OnHost
+from zeroshard.comm.posts import Posts
+from zeroshard.comm.store import BoundedStore
 from zeroshard.comm.watchdog import Watchdog
 
 
 def watchdog_of_one() -> Watchdog:
-    watchdog = Watchdog.silent(0, 2)
-    watchdog.stop()  # else the explanation of a stall would wait for posts of other ranks
+    watchdog = Watchdog(Posts(BoundedStore(dist.HashStore()), 0, 2, "test"), 0, 2, 1.0)
+    watchdog.stopped.set()  # else the explanation of a stall would wait for posts of other ranks
     return watchdog
 
 

@@ -14,12 +14,17 @@ from zeroshard.system import compat
 ENDS_WHILE_POSTING = """
 import time
 import torch.distributed as dist
-from zeroshard.comm import watchdog
+from zeroshard.comm import posts
+from zeroshard.comm.lookout import Lookout
+from zeroshard.comm.store import BoundedStore
+from zeroshard.comm.watchdog import Watchdog
+from zeroshard.system import compat
 
-watchdog.BEAT_SECONDS = 0.0
+posts.BEAT_SECONDS = 0.0
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
-posting = watchdog.Watchdog.start(0, 1, "some", 1.0)
-while posting._beat < 50:
+watchdog = Watchdog(posts.Posts(BoundedStore(compat.default_store()), 0, 1, "some"), 0, 1, 1.0)
+lookout = Lookout(watchdog)
+while watchdog._beat < 50:
     time.sleep(0.01)
 """
 

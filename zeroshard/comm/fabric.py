@@ -24,12 +24,18 @@ from ..system import compat, machine
 from .exchange import Exchange
 from .grid import Grid, grid
 from .lane import Lane
+from .lookout import Lookout
 from .meeting import Meeting
 from .messages import in_messages, pack, unpack
+from .posts import Posts
 from .process_group import backend_for, warn_of_gloo
+from .store import BoundedStore
 from .traffic import RankVolume
 from .transport import transport_for
 from .watchdog import Watchdog
+
+LONELY_BACKENDS = {"fake"}
+"""Backends with which one rank runs without the other ranks of its world."""
 
 
 class DisagreementError(RuntimeError):
@@ -59,20 +65,22 @@ class Fabric:
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.backend = backend_for(dist.group.WORLD, device)
-        self._alone = self.world == 1 or self.backend == "fake"
+        self._alone = self.world == 1 or self.backend in LONELY_BACKENDS
         """No other rank answers."""
         everybody = self._new_groups([range(self.world)])
-        if self._alone or everybody is None:
-            self.watchdog, self._exchange = Watchdog.silent(self.rank, self.world), None
-        else:
-            self.watchdog = Watchdog.start(self.rank, self.world, everybody.group_name, stall_timeout)
-            weakref.finalize(self, self.watchdog.stop)
-            self._exchange = self._new_exchange(everybody.group_name)
+        name = "alone" if self._alone or everybody is None else everybody.group_name
+        store = compat.private_store() if self._alone else compat.default_store()
+        posts = Posts(BoundedStore(store), self.rank, self.world, name)
+        self.watchdog = Watchdog(posts, self.rank, self.world, stall_timeout)
+        watched: list[Lane] = []
+        if not self._alone:
+            weakref.finalize(self, Lookout(self.watchdog, watched, on_device=device.type == "cuda").stop)
+        self._exchange = None if self._alone else self._new_exchange(name)
         ranks = Grid([[[0]]], [[0]])
         if self.world > 1:
             ranks = grid(mesh, model_mesh, None if self._alone else self.gather_objects)
         columns = [[rank for row in column for rank in row] for column in ranks.data]
-        same_part = self._new_groups(columns) if len(columns) > 1 else everybody
+        same_part = self._new_groups(columns) if len(columns) > 1 else None
         model = self._new_groups(ranks.model)
         rows = [row for column in ranks.data for row in column]
         gathers, reduces = self._new_groups(rows), self._new_groups(rows)
@@ -83,10 +91,11 @@ class Fabric:
         self.replicas.stream = self.reduces.stream  # an average over replicas follows a reduce anyway
         self.model = self._new_lane("model parallel", model, joint=False)  # recomputation may differ
         self._everybody = self._new_lane("all ranks", everybody)
-        self._same_part = self._new_lane("ranks with the same part of the model", same_part)
+        self._same_part = self._everybody
+        if len(columns) > 1:
+            self._same_part = self._new_lane("ranks with the same part of the model", same_part)
         self._everybody.stream = self._same_part.stream = self.gathers.stream
-        if self._exchange is not None and device.type == "cuda":
-            self.watchdog.watch_device()
+        watched += {self.gathers, self.reduces, self.replicas, self.model, self._everybody, self._same_part}
         self.lanes = (self.gathers, self.reduces, self.replicas)
         """The lanes on which all ranks must do the same. Data-parallel ranks may differ in what they recompute."""
         self.shard_rank, self.shards = self.gathers.rank, self.gathers.world

@@ -113,7 +113,6 @@ class Lane:
         """Operations that the device may not have completed, if other ranks take part in them."""
         self._ready: torch.cuda.Event | None = None
         """Inside ``in_a_row``: the work that all operations wait for is done."""
-        watchdog.lanes.append(self)
 
     def all_gather(
         self, whole: Tensor, shard: Tensor, label: str, allocate: Callable[[], None] | None = None

@@ -87,7 +87,7 @@ class Meeting:
 
     def _first_missing(self, key: str, subject: str) -> Missing:
         for rank in self._absent(key):
-            return Missing(rank, self._watchdog.where(rank))
+            return Missing(rank, self._watchdog.place_of(rank))
         for rank in self._ranks:
             other = self._ask(partial(_read, f"{key}/{rank}"))
             if other != subject:

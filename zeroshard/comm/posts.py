@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from .store import BoundedStore, StoreError
 
+BEAT_SECONDS = 1.0
+"""How often a rank posts."""
 READ_SECONDS = 2.0
 """How long a rank waits for the posts of the others."""
 
