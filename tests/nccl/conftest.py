@@ -12,3 +12,12 @@ def nccl_pool() -> Iterator[None]:
     yield
     if pool.cache_info().currsize:
         pool().close()
+
+
+@pytest.fixture
+def fresh_ranks() -> None:
+    """The test gets new processes.
+
+    torch 2.11 crashes in ``split_group``, which makes the groups of a mesh, if the process has ended a group of NCCL.
+    """
+    pool().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,6 +34,7 @@ def test_whole_checkpoints_on_the_host_train_as_ddp_does() -> None:
         assert_equal(found, expected, CLOSE, f"stage {stage}")
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 @on_nccl(4)
 def test_checkpoints_that_tensor_parallel_ranks_divide_train_as_without_checkpoints() -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +15,7 @@ from tests.nccl.processes import device, on_nccl
 from tests.nccl.runs import CLOSE, momentum, trained, trained_alone
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 @on_nccl(4)
 def test_two_replicas_of_two_shards_train_as_one_rank_does() -> None:
     mesh = init_device_mesh(device().type, (2, 2))
@@ -22,6 +24,7 @@ def test_two_replicas_of_two_shards_train_as_one_rank_does() -> None:
         assert_equal(trained(make=momentum, stage=stage, mesh=mesh), expected, CLOSE, f"stage {stage}")
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 @on_nccl(4)
 def test_two_by_two_tensor_parallel_ranks_train_as_one_does() -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
