@@ -1,5 +1,6 @@
 """The machine's facts, and AMX that faults, with the CPU and the child process injected."""
 
+import ipaddress
 import os
 import signal
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.system import machine
-from zeroshard.system.machine import Amx, Cpu, ensure_bf16_matmul, probe_amx
+from zeroshard.system.machine import Amx, Cpu, address_for_ranks, ensure_bf16_matmul, probe_amx
 
 AMX = "processor : 0\nmodel name\t: Example CPU\nflags\t\t: fpu avx512f amx_bf16 avx512_bf16 amx_tile amx_int8\n"
 PLAIN = "processor : 0\nmodel name\t: Example CPU\nflags\t\t: fpu avx512f avx512_bf16\n"
@@ -107,3 +108,22 @@ def test_an_empty_cpuinfo_has_no_amx() -> None:
 def test_the_machine_has_cores_and_memory() -> None:
     assert 1 <= machine.usable_cores() <= (os.cpu_count() or 1)
     assert machine.usable_memory() > 2**28
+
+
+def test_ranks_of_one_host_meet_at_its_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "somewhere"}.items():
+        monkeypatch.setenv(name, value)
+    assert address_for_ranks() == "127.0.0.1"
+
+
+@pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "no-such-host.invalid", None])
+def test_ranks_of_several_hosts_are_never_given_an_address_that_only_one_host_can_reach(
+    master: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if master is not None:
+        monkeypatch.setenv("MASTER_ADDR", master)
+    found = address_for_ranks()
+    assert found is None or not ipaddress.ip_address(found).is_loopback  # None: a host without a network
