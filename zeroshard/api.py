@@ -111,6 +111,7 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
     with runtime.fabric.watchdog.during("full_state_dict()"):
         parameters = runtime.whole_parameters()
         values = {id(parameter): whole.to("cpu", copy=True) for parameter, whole in parameters if wanted}
+        runtime.fabric.watchdog.check()  # a gather that was aborted meanwhile has not brought its values
     if not wanted:
         return {}
     names = runtime.model.state_dict(keep_vars=True)

@@ -26,14 +26,14 @@ TIMEOUT = 0.5
 class Collectives:
     """A lane whose first collective is given by a function."""
 
-    def __init__(self, first: Callable[[], object | None]) -> None:
-        self.first, self.aborted = first, False
+    def __init__(self, first: Callable[[], object | None], *, done: bool = True) -> None:
+        self.first, self.done, self.aborted = first, done, False
 
     def waiting(self) -> object | None:
         return self.first()
 
     def idle(self) -> bool:
-        return self.first() is None
+        return self.done and self.first() is None
 
     def abort(self) -> None:
         self.aborted = True
@@ -77,7 +77,7 @@ def test_collectives_that_go_on_slowly_are_left_alone(watchdog: Watchdog) -> Non
 
 
 def post_of_the_other(watchdog: Watchdog, joint: int) -> None:
-    post = Post(1, joint, joint, "somewhere", None, {})
+    post = Post(1, joint, "somewhere", None, {})
     watchdog.store.ask(lambda store: store.set("zeroshard/test/1", json.dumps(post)), 5.0)
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_has_not_begun_what_this_rank_began_long_ago_is_found_withou
     watchdog: Watchdog,
 ) -> None:
     post_of_the_other(watchdog, 1)
-    lane = Collectives(lambda: None)
+    lane = Collectives(lambda: None, done=False)  # the device waits for something that is not on a lane
     for operation in ("all_gather blocks.0", "all_gather blocks.1"):
         watchdog.note(operation)
     began = time.monotonic()
@@ -94,6 +94,17 @@ def test_a_rank_that_has_not_begun_what_this_rank_began_long_ago_is_found_withou
     assert TIMEOUT < time.monotonic() - began < 5.0
     with pytest.raises(StallError, match=r"rank 0 waited for all_gather blocks\.1 .*rank 1 has died or left"):
         watchdog.check()
+
+
+def test_a_rank_that_posts_no_more_is_not_waited_for_if_all_collectives_are_complete(watchdog: Watchdog) -> None:
+    """It may have left, or run code that lets no other thread run: its last post is old, and nothing is wrong."""
+    post_of_the_other(watchdog, 1)
+    lane = Collectives(lambda: None)
+    for _ in range(3):
+        watchdog.note("all_gather blocks.0")
+    watch(watchdog, 4 * TIMEOUT, lane)
+    assert not lane.aborted
+    watchdog.check()
 
 
 def test_a_rank_that_is_as_far_as_this_one_may_take_its_time(watchdog: Watchdog) -> None:
@@ -109,7 +120,7 @@ def test_a_rank_that_is_as_far_as_this_one_may_take_its_time(watchdog: Watchdog)
 
 def test_a_rank_that_has_failed_is_not_waited_for(watchdog: Watchdog) -> None:
     watchdog.timeout = 60.0
-    watchdog.store.ask(lambda store: store.set("zeroshard/test/failed", '[1, "no memory"]'), 5.0)
+    watchdog.store.ask(lambda store: store.set("zeroshard/test/failed", json.dumps((1, "no memory", time.time()))), 5.0)
     stuck = Collectives(lambda: "all_gather blocks.3")
     watch(watchdog, 10.0, stuck)
     assert stuck.aborted

@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 import zeroshard
 from tests.comm.test_disagreement import quick_beats
+from tests.models import loss_of
 from tests.ranks import on_ranks
-from zeroshard.comm.exchange import HEAD_BYTES
+from tests.training import adamw, shard, train
+from zeroshard.comm.exchange import HEAD_BYTES, Exchange
 from zeroshard.comm.fabric import Fabric
 
 SIZES = (0, 1, HEAD_BYTES // 8 - 2, HEAD_BYTES // 8 - 1, HEAD_BYTES // 8, 5 * HEAD_BYTES)
@@ -59,3 +61,42 @@ def test_a_rank_that_does_not_come_is_named_in_time_and_nothing_is_exchanged_aft
             with pytest.raises(zeroshard.StallError, match="since an earlier one failed"):
                 fabric.gather_objects(1)
         dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_that_exchange_different_things_are_told_what_the_other_does_and_nothing_is_mixed_up() -> None:
+    fabric = Fabric(torch.device("cpu"), 30.0)
+    other = 1 - dist.get_rank()
+    said = rf"rank {dist.get_rank()} came to .*, and rank {other} came to .*all ranks must make the same calls"
+    with pytest.raises(zeroshard.DisagreementError, match=said):
+        if dist.get_rank() == 0:
+            fabric.maximum([7], "a test")
+        else:
+            fabric.maximum([1, 2, 9], "a test")
+    with pytest.raises(zeroshard.StallError, match="since an earlier one failed"):
+        fabric.maximum([1], "a test")
+
+
+@on_ranks(2)
+def test_a_save_on_one_rank_and_a_step_on_the_other_are_both_named() -> None:
+    model, optimizer = shard(adamw, stage=2)
+    train(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    with pytest.raises(zeroshard.DisagreementError, match=r"came to (the agreement on gradients|an exchange of dec)"):
+        if dist.get_rank() == 0:
+            zeroshard.save("/tmp/never", model, optimizer)
+        else:
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_an_exchange_that_was_interrupted_is_not_mixed_up_with_the_next() -> None:
+    fabric = Fabric(torch.device("cpu"), 5.0)
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Exchange, "_receive", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                fabric.maximum([100])
+        with pytest.raises(zeroshard.StallError, match="since an earlier one failed"):
+            fabric.maximum([10])
+    dist.barrier()

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.bounds import MESSAGE_BYTES
 from ..system import compat, machine
+from .exchange import DisagreementError as DisagreementError  # other rooms know this file alone
 from .exchange import Exchange
 from .grid import Grid, grid
 from .lane import Lane
@@ -36,10 +37,6 @@ from .watchdog import Watchdog
 
 LONELY_BACKENDS = {"fake"}
 """Backends with which one rank runs without the other ranks of its world."""
-
-
-class DisagreementError(RuntimeError):
-    """Ranks did different things. The message names the rank, the unit and the cause."""
 
 
 class Fabric:
@@ -95,7 +92,10 @@ class Fabric:
         if len(columns) > 1:
             self._same_part = self._new_lane("ranks with the same part of the model", same_part)
         self._everybody.stream = self._same_part.stream = self.gathers.stream
-        watched += {self.gathers, self.reduces, self.replicas, self.model, self._everybody, self._same_part}
+        if not self._alone:
+            watched += {self.gathers, self.reduces, self.replicas, self.model, self._everybody, self._same_part}
+        for lane in watched:
+            lane.watched = lane.group is not None
         self.lanes = (self.gathers, self.reduces, self.replicas)
         """The lanes on which all ranks must do the same. Data-parallel ranks may differ in what they recompute."""
         self.shard_rank, self.shards = self.gathers.rank, self.gathers.world
@@ -169,7 +169,7 @@ class Fabric:
     def maximum(self, values: list[int], where: str = "the agreement on gradients") -> list[int]:
         """The element-wise maximum over all ranks. Blocks until all ranks have come, and does not wait for the device.
 
-        ``where`` tells, in an error, what the ranks wanted to agree on.
+        ``where`` tells, in an error, what the ranks wanted to agree on. It is the same on all ranks up to a comma.
         """
         return values if self._exchange is None else self._exchange.maximum(values, where)
 

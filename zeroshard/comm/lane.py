@@ -110,7 +110,9 @@ class Lane:
         self.log: deque[str] = deque(maxlen=LOG_LENGTH)
         self._transport, self._device, self._watchdog = transport, device, watchdog
         self._under_way: deque[_OnStream] = deque()
-        """Operations that the device may not have completed, if other ranks take part in them."""
+        """Operations that the device may not have completed, if ``watched``."""
+        self.watched = False
+        """Whether somebody asks which operations are done."""
         self._ready: torch.cuda.Event | None = None
         """Inside ``in_a_row``: the work that all operations wait for is done."""
 
@@ -218,11 +220,11 @@ class Lane:
             with torch.cuda.stream(self.stream):
                 start()
         except RuntimeError as error:
-            self._watchdog.blame(operation, error)
+            self._watchdog.raise_stall(operation, error)
             raise
         done = torch.cuda.Event()
         done.record(self.stream)
         pending = _OnStream(ready, done, self._watchdog, operation)
-        if self.group is not None:
+        if self.watched:
             self._under_way.append(pending)
         return pending

@@ -55,15 +55,25 @@ class Meeting:
         # The first rank that knows decides for all. A rank may come while another one gives up.
         if self._ask(lambda store: store.add(f"{room}/voted", 1)) == 1:
             self._ask(lambda store: store.set(f"{room}/verdict", "go" if complete else "stop"))
-        if self._ask(lambda store: store.get(f"{room}/verdict")) == b"go":
+        if self._verdict(f"{room}/verdict") == "go":
             return None
         return self._first_missing(key, subject)
+
+    def _verdict(self, key: str) -> str:
+        """Reads the verdict. The rank that decides may need a moment, or have died."""
+        latest = time.monotonic() + ANSWER_SECONDS
+        while not self._ask(lambda store: store.check([key])):
+            if time.monotonic() > latest:
+                raise StallError(f"rank {self._rank} waited for the verdict of a rank that has died or left")
+            time.sleep(POLL_SECONDS)
+        return self._ask(partial(_read, key))
 
     def _ask(self, call: Callable[[Any], Answer]) -> Answer:
         try:
             return self._watchdog.store.ask(call, ANSWER_SECONDS)
         except StoreError as error:
-            raise StallError(f"rank {self._rank} waited to meet the others; {server_of_the_store()} {error}") from error
+            state = "cannot be reached" if error.lost else "does not answer"
+            raise StallError(f"rank {self._rank} waited to meet the others; {server_of_the_store()} {state}") from error
 
     def _wait(self, room: str, key: str, patience: float) -> bool:
         begin = look = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,10 +19,8 @@ class Post(NamedTuple):
     """The last message of a rank about itself."""
 
     beat: int
-    operations: int
-    """How many collectives the rank has begun."""
     joint: int
-    """How many of them all ranks make."""
+    """How many collectives the rank has begun that all ranks make."""
     where: str
     """The collective that the rank began last."""
     call: str | None
@@ -36,7 +35,7 @@ class Posts:
     def __init__(self, store: BoundedStore, rank: int, world: int, name: str) -> None:
         """``name`` is the same on all ranks, and belongs to no other model."""
         self.store, self._rank, self._world, self._name = store, rank, world, f"zeroshard/{name}"
-        self._failed = f"{self._name}/failed"
+        self._failed, self._began = f"{self._name}/failed", time.time()
 
     def post(self, post: Post) -> None:
         """Replaces this rank's last post. Does not wait."""
@@ -59,15 +58,17 @@ class Posts:
 
     def fail(self, what: str) -> None:
         """Tells the other ranks what went wrong on this rank. The first failure of all ranks counts."""
-        text = json.dumps((self._rank, what))
+        text = json.dumps((self._rank, what, time.time()))
         with suppress(StoreError):
             self.store.ask(lambda store: store.compare_set(self._failed, "", text), READ_SECONDS)
 
     def failure(self) -> str | None:
-        """What went wrong on another rank, if that rank has called ``fail``."""
-        with suppress(StoreError):
-            found = self.store.ask(lambda s: s.get(self._failed) if s.check([self._failed]) else None, READ_SECONDS)
-            if found is not None:
-                rank, what = json.loads(found)
-                return None if rank == self._rank else f"rank {rank} failed: {what}"
-        return None
+        """What went wrong on another rank, if that rank has called ``fail``. Raises ``StoreError`` without an answer.
+
+        A failure from before this rank began is of an earlier try: a restarted job may have the same store.
+        """
+        found = self.store.ask(lambda s: s.get(self._failed) if s.check([self._failed]) else None, READ_SECONDS)
+        if found is None:
+            return None
+        rank, what, when = json.loads(found)
+        return None if rank == self._rank or when < self._began else f"rank {rank} failed: {what}"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 Answer = TypeVar("Answer")
-_Reply = tuple[Any, Exception | None]
 
 
 class StoreError(RuntimeError):
@@ -31,52 +30,57 @@ class BoundedStore:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._calls: SimpleQueue[tuple[Callable[[Any], Any], SimpleQueue[_Reply]] | None] = SimpleQueue()
-        self._unanswered: SimpleQueue[_Reply] | None = None
-        """Where the answer to a call will come that took too long. Until it comes, nobody waits again."""
+        self._calls: SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = SimpleQueue()
+        self._late: Future[Any] | None = None
+        """The answer to a call that took too long. A later call waits for it first, within its own time."""
         self._thread: threading.Thread | None = None
 
     def ask(self, call: Callable[[Any], Answer], patience: float) -> Answer:
         """Calls ``call`` with the store, and returns its answer. Raises ``StoreError`` after ``patience`` seconds."""
-        if self._unanswered is not None and self._unanswered.empty():
-            raise StoreError("the store does not answer")
-        self._unanswered = None
-        reply: SimpleQueue[_Reply] = SimpleQueue()
-        self._begin(call, reply)
-        try:
-            answer, error = reply.get(timeout=patience)
-        except Empty:
-            self._unanswered = reply
-            raise StoreError(f"the store has not answered for {patience:g} s") from None
+        latest = time.monotonic() + patience
+        late = self._late
+        if late is not None:
+            self._wait(late, latest)
+            self._late = None
+        answer: Future[Answer] = Future()
+        self._enqueue(call, answer)
+        self._wait(answer, latest)
+        error = answer.exception()
         if error is not None:
             raise StoreError(f"the store cannot be reached: {error}", lost=True) from error
-        found: Answer = answer
-        return found
+        return answer.result()
 
     def tell(self, call: Callable[[Any], object]) -> None:
         """Makes a call, and does not wait for it. The call is left out while the store does not answer."""
         if self._calls.empty():
-            self._begin(call, SimpleQueue())
+            self._enqueue(call, Future())
 
     def stop(self, patience: float = 0.0) -> None:
         """Ends the thread, and waits for it at most so long. A thread that waits for the store is not waited for."""
         if self._thread is not None:
             self._calls.put(None)
-            self._thread.join(patience if self._unanswered is None else 0.0)
+            self._thread.join(patience if self._late is None else 0.0)
 
-    def _begin(self, call: Callable[[Any], object], reply: SimpleQueue[_Reply]) -> None:
+    def _wait(self, answer: Future[Any], latest: float) -> None:
+        try:
+            answer.exception(max(0.0, latest - time.monotonic()))
+        except TimeoutError:
+            self._late = answer
+            raise StoreError("the store does not answer") from None
+
+    def _enqueue(self, call: Callable[[Any], object], answer: Future[Any]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="zeroshard-store", daemon=True)
             self._thread.start()
-        self._calls.put((call, reply))
+        self._calls.put((call, answer))
 
     def _run(self) -> None:
         while (asked := self._calls.get()) is not None:
-            call, reply = asked
+            call, answer = asked
             try:
-                reply.put((call(self._store), None))
-            except (RuntimeError, dist.DistError) as error:
-                reply.put((None, error))
+                answer.set_result(call(self._store))
+            except Exception as error:  # whoever asked is told
+                answer.set_exception(error)
 
 
 def served_by_rank_zero() -> bool:

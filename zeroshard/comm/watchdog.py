@@ -19,7 +19,7 @@ from .posts import Post, Posts
 from .store import BoundedStore, StoreError, server_of_the_store
 
 SILENT_BEATS = 3
-"""How many beats a rank has to post in, before it counts as dead."""
+"""A rank that has not posted for so many beats counts as dead."""
 FORWARD = "a forward"
 EVALUATION = "a forward without gradients, as in evaluation or generate()"
 BACKWARD = "a backward"
@@ -50,8 +50,8 @@ class Watchdog:
 
     def __init__(self, posts: Posts, rank: int, world: int, timeout: float) -> None:
         self.posts, self.rank, self.world, self.timeout = posts, rank, world, timeout
-        self._operations, self.joint, self.where = 0, 0, "the start"
-        """Counts of collectives that this rank has begun, and the last of them (``Post``)."""
+        self.joint, self.where = 0, "the start"
+        """How many joint collectives this rank has begun, and the last collective of any kind (``Post``)."""
         self._beat = 0
         self._pass: str | None = None
         """The forward or backward that runs. An exception may have ended it."""
@@ -69,7 +69,6 @@ class Watchdog:
 
     def note(self, where: str, *, joint: bool = True) -> None:
         """Remembers the collective that this rank begins, for the next post. ``joint``: all ranks make it."""
-        self._operations += 1
         self.joint += joint
         self.where = where
 
@@ -101,7 +100,7 @@ class Watchdog:
         """Posts this rank's progress. Does not wait."""
         self._beat += 1
         call = self._call or self._pass
-        self.posts.post(Post(self._beat, self._operations, self.joint, self.where, call, dict(self._calls)))
+        self.posts.post(Post(self._beat, self.joint, self.where, call, dict(self._calls)))
 
     def fail(self, what: str) -> None:
         """Tells the other ranks what went wrong on this rank. Any thread may call this."""
@@ -118,7 +117,7 @@ class Watchdog:
         """Whether another rank has begun a collective that this rank has not come to."""
         with suppress(StoreError):
             post = self.posts.read(rank)
-            return post is not None and post.operations > self._operations
+            return post is not None and post.joint > self.joint
         return False
 
     # -- stalls ---------------------------------------------------------------------------------------------------
@@ -144,10 +143,10 @@ class Watchdog:
         except BaseException as error:
             if half_done and not _is_of_the_backend(error):
                 self.break_off(f"{type(error).__name__}: {error}")
-            self.blame(operation, error)
+            self.raise_stall(operation, error)
             raise
 
-    def blame(self, operation: str, error: BaseException) -> None:
+    def raise_stall(self, operation: str, error: BaseException) -> None:
         """Raises the error that names rank and operation, if the given error is the backend's."""
         if not isinstance(error, StallError) and _is_of_the_backend(error):
             self.check()  # the thread has aborted this collective, and knows why
@@ -160,16 +159,16 @@ class Watchdog:
         Reads all posts twice, some beats apart: the post of a slow rank changes, the post of a dead rank does not.
         """
         opening = f"rank {self.rank} waited for {waiting_in}"
-        failed = self.posts.failure()
-        if failed is not None:
-            return f"{opening}, and {failed}"
         try:
+            failed = self.posts.failure()
+            if failed is not None:
+                return f"{opening}, and {failed}"
             before = self.posts.read_all()
             self.stopped.wait(SILENT_BEATS * posting.BEAT_SECONDS)
             after = self.posts.read_all()
         except StoreError as error:
             state = "cannot be reached: it has died or left" if error.lost else "does not answer: it is stopped"
-            return self._blame(None, f"{self._timed(opening)}; {server_of_the_store()} {state}")
+            return self._in_words(None, f"{self._timed(opening)}; {server_of_the_store()} {state}")
         explained, gone = self._compare(self._timed(opening), before, after)
         if gone:
             self.fail(explained)  # this rank ends, too: the others shall know which rank was the first
@@ -183,19 +182,21 @@ class Watchdog:
         others = [rank for rank in range(self.world) if rank != self.rank]
         for rank in others:
             if rank not in after:
-                return self._blame(None, f"{opening}; rank {rank} has died or left, or is stopped (never seen)"), True
+                return self._in_words(
+                    None, f"{opening}; rank {rank} has died or left, or is stopped (never seen)"
+                ), True
             if before.get(rank) == after[rank]:
                 details = f"{opening}; rank {rank} has died or left, or is stopped (last seen at {after[rank].where})"
-                return self._blame(_Other(rank, after[rank], gone=True), details), True
-        behind = min(others, key=lambda rank: after[rank].operations)
+                return self._in_words(_Other(rank, after[rank], gone=True), details), True
+        behind = min(others, key=lambda rank: after[rank].joint)
         where, other = after[behind].where, _Other(behind, after[behind], gone=False)
-        if all(post.operations <= after[behind].operations for post in after.values()):
+        if all(post.joint <= after[behind].joint for post in after.values()):
             details = f"{opening}; rank {behind} is alive, at {where}, and did not join"
         else:
             details = f"{opening}; rank {behind} is alive but behind: its last collective was {where}"
-        return self._blame(other, details), False
+        return self._in_words(other, details), False
 
-    def _blame(self, other: _Other | None, details: str) -> str:
+    def _in_words(self, other: _Other | None, details: str) -> str:
         """The explanation in the words of the user's program, followed by the details of the collective."""
         call = self._call or self._pass
         if call is None:
