@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -111,9 +113,12 @@ class Factors:
 
     def add(self, factor: Factor, slot: int | None = None) -> None:
         """Notes a factor of one parameter's gradient, or of all."""
-        self._any = True
         if slot is not None:
             self._scalings[slot] = (*self._scalings[slot], factor)
+            self._any = True
+            return
+        if not self._any:
+            self._scalings, self._any = [(factor,)] * len(self._scalings), True
             return
         made: dict[Scaling, Scaling] = {}
         for index, scaling in enumerate(self._scalings):
@@ -128,6 +133,14 @@ class Factors:
         """One parameter's factors, which are then used up."""
         found, self._scalings[slot] = self._scalings[slot], ()
         return found
+
+    def common(self, wanted: Sequence[bool]) -> Scaling | None:
+        """The factors that all wanted parameters have. None if they do not have the same."""
+        first = self._scalings[0]
+        if all(map(is_, self._scalings, repeat(first))):  # one object for all, mostly
+            return first
+        groups = self.groups(wanted) or {(): []}
+        return next(iter(groups)) if len(groups) == 1 else None
 
     def groups(self, wanted: Sequence[bool]) -> Groups:
         """The wanted parameters by their factors. Mostly one group."""
