@@ -25,8 +25,9 @@ class Factor:
     Two factors are equal if they have the same number, or the same tensor object: equal factors are applied together.
     """
 
-    def __init__(self, value: Tensor | float, *, divides: bool = False) -> None:
-        self.value = _snapshot(value) if isinstance(value, Tensor) else float(value)
+    def __init__(self, value: Tensor | float, *, divides: bool = False, copy: bool = True) -> None:
+        """``copy`` is False for a tensor that nobody writes to."""
+        self.value = (_snapshot(value) if copy else value) if isinstance(value, Tensor) else float(value)
         self.divides = divides
         self.key = (id(self.value) if isinstance(self.value, Tensor) else self.value, divides)
 

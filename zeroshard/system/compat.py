@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -135,7 +135,8 @@ def buffer_owners(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in seen:
             seen.add(module)
-            waiting.extend(reversed(module._modules.values()))  # type: ignore[arg-type]
+            if module._modules:
+                waiting.extend(reversed(module._modules.values()))  # type: ignore[arg-type]
             if module._buffers:
                 owners.append(module)
     return owners
@@ -286,6 +287,12 @@ def pointers(tensors: Sequence[Tensor]) -> list[int]:
 def storage_key(tensor: Tensor) -> int:
     """A number that tells storages apart."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of the storages behind tensors, each storage once, by a number that tells storages apart."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def storage_uses(tensor: Tensor) -> int:
