@@ -133,13 +133,11 @@ class Ledger:
 
     def _passing(self) -> Memory:
         """Memory that is used for a part of a step only."""
-        gradients: dict[int, int] = {}
-        accumulators: dict[int, int] = {}
-        for flat in self._flats:
-            if flat.trainable:
-                found = flat.home.on_device()
-                gradients |= _storages([*flat.gradient.tensors(), *found.gradients])
-                accumulators |= _storages(found.accumulators)
+        trained = [flat for flat in self._flats if flat.trainable]
+        found = [flat.home.on_device() for flat in trained]
+        under_way = [tensor for flat in trained for tensor in flat.gradient.tensors()]
+        gradients = compat.storage_sizes([*under_way, *(tensor for each in found for tensor in each.gradients)])
+        accumulators = compat.storage_sizes([tensor for each in found for tensor in each.accumulators])
         return Memory(
             gradients=sum(gradients.values()),
             accumulators=sum(size for key, size in accumulators.items() if key not in gradients),
@@ -171,10 +169,5 @@ class Ledger:
         return Memory(place=Place.HOST, checkpoints=checkpoints, **sizes)
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the storages behind tensors, each storage once."""
-    return {compat.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(_storages(tensors).values())
+    return sum(compat.storage_sizes(tensors).values())

@@ -198,7 +198,7 @@ class HostHome(Home, FlatStates):
             self.transfer.scale([(multiplier(scaling, device), slots) for scaling, slots in groups.items()])
 
     def unify_factors(self) -> None:
-        if self.received and len(self.factors.groups(self.flat.gradient.there)) > 1:
+        if self.received and self.factors.common(self.flat.gradient.there) is None:
             self._scale_now()
         else:
             super().unify_factors()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +17,20 @@ from ..config.layout import Piece
 from ..config.optimizers import SUPPORTED
 from ..states.device_home import DeviceHome, round_masters
 from ..states.flat import Flat, publish_rounded
+from ..states.stash import take_all
 from ..states.updates import FlatStates, Updates
 from ..system import compat
 from .foreign import step_freely
+
+
+class _Member(NamedTuple):
+    """A piece for torch's optimizer."""
+
+    tensor: Tensor
+    slot: int
+    """Which of the flat's parameters it belongs to."""
+    group: int
+    """The number of its group."""
 
 
 class DeviceUpdates(Updates):
@@ -28,6 +40,7 @@ class DeviceUpdates(Updates):
         self._fabric = fabric
         self._homes = {flat: flat.home for flat in flats if isinstance(flat.home, DeviceHome)}
         self._number = {id(p): number for number, group in enumerate(original.param_groups) for p in group["params"]}
+        self._members = {flat: [self._member(flat, piece) for piece in flat.pieces] for flat in self._homes}
         self._inner = _on_pieces(original)
         self.state: defaultdict[Tensor, dict[str, Any]] = self._inner.state
         """The states of torch's optimizer, by piece."""
@@ -40,7 +53,10 @@ class DeviceUpdates(Updates):
 
     def group_of(self, flat: Flat, piece: Piece) -> dict[str, Any]:
         """The settings that a piece is updated with."""
-        return self.steered_by.param_groups[self._number[id(flat.parameters[piece.slot])]]
+        return self.steered_by.param_groups[self._member(flat, piece).group]
+
+    def _member(self, flat: Flat, piece: Piece) -> _Member:
+        return _Member(flat.pieces[piece], piece.slot, self._number[id(flat.parameters[piece.slot])])
 
     def update(self, order: list[Flat], step: int) -> Iterator[list[Flat]]:
         for batch in self._batches(order):
@@ -70,21 +86,21 @@ class DeviceUpdates(Updates):
         members: list[list[Tensor]] = [[] for _ in self.steered_by.param_groups]
         updated = [flat for flat in flats if any(flat.gradient.used)]
         with compat.label("zeroshard.update", *(flat.label for flat in updated)):
-            for flat in updated:
-                gradient = self._homes[flat].take_gradient()
+            gradients = take_all([self._homes[flat].request() for flat in updated])
+            for flat, gradient in zip(updated, gradients, strict=True):
                 if gradient is None:
                     raise flat.gradient.missing()
-                for (piece, tensor), part in zip(flat.pieces.items(), flat.by_piece(gradient), strict=True):
-                    if flat.gradient.used[piece.slot]:
+                used = flat.gradient.used
+                for (tensor, slot, number), part in zip(self._members[flat], flat.by_piece(gradient), strict=True):
+                    if used[slot]:
                         tensor.grad = part
-                        members[self._number[id(flat.parameters[piece.slot])]].append(tensor)
+                        members[number].append(tensor)
             self._inner.param_groups = [
                 {**group, "params": mine} for group, mine in zip(self.steered_by.param_groups, members, strict=True)
             ]
             self._inner.step()
-            for flat in updated:
-                for tensor in flat.pieces.values():
-                    tensor.grad = None
+            for tensor in chain.from_iterable(members):
+                tensor.grad = None
         for flat in updated:
             flat.finish_gather()
         round_masters(self._homes[flat] for flat in updated)

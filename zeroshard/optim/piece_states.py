@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class PieceStates:
     def shape(self) -> tuple[int, int, int]:
         """Changes when state tensors are made or loaded. If it is the same, the states' sizes are the same."""
         states = [state for state in self._state.values() if isinstance(state, dict)]
-        tensors = sum([isinstance(value, Tensor) for state in states for value in state.values()])
+        values = chain.from_iterable(map(dict.values, states))
+        tensors = sum(map(isinstance, values, repeat(Tensor)))  # no bytecode for each value: every step counts them
         return self._loads, len(self._state), tensors
 
     def on_device(self) -> list[Tensor]:

@@ -88,6 +88,6 @@ class Treatment:
             self.grad_norm, self._norm_known = norm, True
 
     def _scale(self, value: Tensor) -> None:
-        factor = Factor(value)
+        factor = Factor(value, copy=False)
         for flat in self._flats:
             flat.home.scale(factor)

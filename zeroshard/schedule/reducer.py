@@ -241,7 +241,7 @@ class Reducer:
         self._idle = set()
         for flat in self.order:
             gradient = flat.gradient
-            gradient.used = [bool(next(agreed)) for _ in gradient.used]
+            gradient.used = list(map(bool, islice(agreed, len(gradient.used))))
             gradient.awaited = bool(next(agreed))
             if next(agreed):
                 self._late.add(flat)

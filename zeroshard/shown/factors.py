@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -23,8 +25,9 @@ class Factor:
     Two factors are equal if they have the same number, or the same tensor object: equal factors are applied together.
     """
 
-    def __init__(self, value: Tensor | float, *, divides: bool = False) -> None:
-        self.value = _snapshot(value) if isinstance(value, Tensor) else float(value)
+    def __init__(self, value: Tensor | float, *, divides: bool = False, copy: bool = True) -> None:
+        """``copy`` is False for a tensor that nobody writes to."""
+        self.value = (_snapshot(value) if copy else value) if isinstance(value, Tensor) else float(value)
         self.divides = divides
         self.key = (id(self.value) if isinstance(self.value, Tensor) else self.value, divides)
 
@@ -111,9 +114,12 @@ class Factors:
 
     def add(self, factor: Factor, slot: int | None = None) -> None:
         """Notes a factor of one parameter's gradient, or of all."""
-        self._any = True
         if slot is not None:
             self._scalings[slot] = (*self._scalings[slot], factor)
+            self._any = True
+            return
+        if not self._any:
+            self._scalings, self._any = [(factor,)] * len(self._scalings), True
             return
         made: dict[Scaling, Scaling] = {}
         for index, scaling in enumerate(self._scalings):
@@ -128,6 +134,14 @@ class Factors:
         """One parameter's factors, which are then used up."""
         found, self._scalings[slot] = self._scalings[slot], ()
         return found
+
+    def common(self, wanted: Sequence[bool]) -> Scaling | None:
+        """The factors that all wanted parameters have. None if they do not have the same."""
+        first = self._scalings[0]
+        if all(map(is_, self._scalings, repeat(first))):  # one object for all, mostly
+            return first
+        groups = self.groups(wanted) or {(): []}
+        return next(iter(groups)) if len(groups) == 1 else None
 
     def groups(self, wanted: Sequence[bool]) -> Groups:
         """The wanted parameters by their factors. Mostly one group."""

@@ -35,6 +35,7 @@ class ShownGradients:
     ) -> None:
         self._owner = weakref.ref(owner)
         self._parameters, self._slots, self._dtype, self._placeholders = parameters, slots, dtype, placeholders
+        self._plain = all(parallel.local(parameter) is parameter for parameter in parameters)
         self._stand_ins: list[Tensor] = []
         """Made once. The same ones every step."""
         self._displays: list[Tensor | None] = [None] * len(parameters)
@@ -73,13 +74,20 @@ class ShownGradients:
         These parameters then show nothing, until the next ``show``.
         """
         now = compat.grads(self._parameters)
-        if not self._real and all(map(is_, now, self._displays)):  # the usual case, asked three times a step
+        if all(map(is_, now, self._displays)) and not self._moved(now):  # the usual case, asked three times a step
             return {}
         found = {index: gradient for index, gradient in enumerate(now) if self._differs(index, gradient)}
         for index in found:
             self._displays[index] = None
         self._show_nothing(list(found))
         return found
+
+    def _moved(self, now: list[Tensor | None]) -> bool:
+        """Whether a user may have put other memory behind one of the gradients that are shown."""
+        if not self._real or None in self._pointers:
+            return self._real  # if some show stand-ins or nothing, all are looked at one by one
+        shown = [gradient for gradient in now if gradient is not None]
+        return compat.pointers(shown if self._plain else list(map(parallel.local, shown))) != self._pointers
 
     def _differs(self, index: int, gradient: Tensor | None) -> bool:
         """Whether a user put another gradient in the place of the one that was shown, or other memory behind it."""
@@ -111,8 +119,9 @@ class ShownGradients:
 
     def clear(self) -> None:
         """Takes away the gradients that were shown. A gradient that the user assigned stays."""
-        shown = enumerate(zip(compat.grads(self._parameters), self._displays, strict=True))
-        self._show_nothing([index for index, (gradient, display) in shown if gradient is display is not None])
+        now = zip(self._parameters, compat.grads(self._parameters), self._displays, strict=True)
+        shown = [parameter for parameter, gradient, display in now if gradient is display is not None]
+        compat.set_grads(shown, [None] * len(shown))
         self._displays, self._real = [None] * len(self._displays), False
 
     def _show_nothing(self, indices: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config.table import Extent, Place
 from ..system import compat
 from .home import Home, StateTensors
+from .stash import Request
 
 if TYPE_CHECKING:
     from .flat import Flat
@@ -54,9 +55,9 @@ class DeviceHome(Home):
     def take(self, gradient: Tensor, *, complete: bool) -> None:
         self._stash.add(gradient, is_sum=self.flat.alone)
 
-    def take_gradient(self) -> Tensor | None:
-        """The averaged gradient for the optimizer, in the master's dtype; None if there is none."""
-        return self._stash.take(self.flat.master_dtype, self.flat.gradient.there)
+    def request(self) -> Request:
+        """Asks for the averaged gradient, for the optimizer, in the master's dtype."""
+        return Request(self._stash, self.flat.master_dtype, self.flat.gradient.there)
 
     def on_device(self) -> StateTensors:
         return StateTensors(*self._stash.tensors(), [self._master] if self.separate_master else [])

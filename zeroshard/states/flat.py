@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,9 @@ class Flat:
         self.pieces: dict[Piece, Tensor] = {}
         """The parts of parameters that this rank updates, and the tensor that the optimizer has for each."""
         self._cuts: list[int] = []
+        """Sizes of the pieces and of the gaps between them, in order."""
+        self._is_piece: list[bool] = []
+        """For each of these sizes: whether it is a piece's."""
         self.shown = ShownParameters(self.parameters, self.layout.slots, self.dtype, placeholders)
         if self.trainable:
             self.gradient = FlatGradient(self, fabric, placeholders)
@@ -146,9 +150,9 @@ class Flat:
         return self.shard if self.sharded else self.whole
 
     def by_piece(self, own: Tensor) -> Sequence[Tensor]:
-        """Cuts a tensor of the ``own`` range into pieces. One ``split`` costs as much as a single slice."""
-        parts: tuple[Tensor, ...] = own.split(self._cuts)
-        return parts[1::2]
+        """Cuts a tensor of the ``own`` range into pieces. One call costs as much as two slices."""
+        parts = own.split_with_sizes(self._cuts)
+        return parts if len(parts) == len(self.pieces) else list(compress(parts, self._is_piece))
 
     def live_in(self, home: Home, turns: Turns) -> None:
         """Moves the flat to another home than the device's. Called before the first values come."""
@@ -181,7 +185,7 @@ class Flat:
         if self.trainable:
             pieces, stored = self.layout.pieces(self.own), self.home.stored
             self.pieces = {piece: stored[piece.offset :][: piece.numel] for piece in pieces}
-            self._cuts = _cuts(pieces, self.own.numel)
+            self._cuts, self._is_piece = _cuts(pieces, self.own.numel)
         self.shown.views = self.views_of(self.whole)
         self.shown.show()
         self.release()
@@ -365,10 +369,14 @@ def publish_rounded(flats: Sequence[Flat], fabric: Fabric) -> None:
             flat.publish(rounded=True)
 
 
-def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:
-    """Sizes of the gap before the first piece, that piece, the gap before the next, and so on to the end."""
-    sizes, end = [], 0
+def _cuts(pieces: Sequence[Piece], numel: int) -> tuple[list[int], list[bool]]:
+    """The sizes of pieces and of gaps around them, in order, and which of them are pieces. Empty gaps are left out."""
+    sizes, is_piece, end = [], [], 0
     for piece in pieces:
-        sizes += [piece.offset - end, piece.numel]
+        if piece.offset > end:
+            sizes.append(piece.offset - end)
+            is_piece.append(False)
+        sizes.append(piece.numel)
+        is_piece.append(True)
         end = piece.offset + piece.numel
-    return [*sizes, numel - end]
+    return ([*sizes, numel - end], [*is_piece, False]) if numel > end else (sizes, is_piece)

@@ -199,12 +199,13 @@ class Home(ABC):
 
     def factor(self) -> Tensor | None:
         """The number that all gradients of the flat are still to be multiplied by; None for 1."""
-        (scaling,) = self.factors.groups(self.flat.gradient.there) or ((),)
+        scaling = self.factors.common(self.flat.gradient.there)
+        assert scaling is not None, "unify_factors() comes before"
         return multiplier(scaling, self.flat.gradient.device)
 
     def unify_factors(self) -> None:
         """Makes sure that the gradients of all parameters have the same factors still to be applied."""
-        if len(self.factors.groups(self.flat.gradient.there)) > 1:
+        if self.factors.common(self.flat.gradient.there) is None:
             self._stash.apply_factors(self.flat.gradient.there)
 
     def scale(self, factor: Factor) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..config.layout import Piece
-from ..shown.factors import Factors, apply, apply_groups, multiplier
+from ..shown.factors import Factors, Scaling, apply, apply_groups, multiplier
+from ..system import compat
+
+
+class Conversion(NamedTuple):
+    """How an averaged gradient becomes the optimizer's. Gradients with equal conversions are converted in one call."""
+
+    wide: torch.dtype
+    """The dtype in which the gradient is multiplied."""
+    scaling: Scaling
+    dtype: torch.dtype
 
 
 class Stash:
@@ -57,21 +68,23 @@ class Stash:
 
     def take(self, dtype: torch.dtype, wanted: Sequence[bool]) -> Tensor | None:
         """The gradient in the optimizer's dtype, scaled; None if there is no gradient."""
-        values = self.values
+        values, conversion = self.values, self.conversion(dtype, wanted)
         if values is None:
             return None
-        groups = self.factors.groups(wanted)
+        if conversion is not None:
+            return _take_converted([self], conversion)[0]
+        if values.dtype is not dtype:
+            values = values.to(torch.promote_types(values.dtype, dtype), copy=True)
+        apply_groups(self.factors.groups(wanted), values, self._pieces)
         self.factors.clear()
-        if values.dtype is dtype:
-            apply_groups(groups, values, self._pieces)
-            return values
-        wide = torch.promote_types(values.dtype, dtype)
-        if len(groups) == 1:  # widened and scaled in one pass
-            factor = multiplier(next(iter(groups)), values.device, wide)
-            return values.to(dtype) if factor is None else (values * factor.expand_as(values)).to(dtype)
-        widened = values.to(wide, copy=True)
-        apply_groups(groups, widened, self._pieces)
-        return widened.to(dtype)
+        return values.to(dtype)
+
+    def conversion(self, dtype: torch.dtype, wanted: Sequence[bool]) -> Conversion | None:
+        """How ``take`` changes the dtype and scales in one pass. None if one pass is not enough, or is not needed."""
+        scaling = self.factors.common(wanted)
+        if self.values is None or scaling is None or self.values.dtype is dtype:
+            return None
+        return Conversion(torch.promote_types(self.values.dtype, dtype), scaling, dtype)
 
     def clear(self) -> None:
         self.values, self.is_sum = None, False
@@ -81,3 +94,30 @@ class Stash:
         """The memory in use: for the gradient of one micro-batch, and for the sum of several."""
         values = [] if self.values is None else [self.values]
         return ([], values) if self.is_sum else (values, [])
+
+
+class Request(NamedTuple):
+    """Asks for the gradient of one flat: in this dtype, and right for the ``wanted`` parameters."""
+
+    stash: Stash
+    dtype: torch.dtype
+    wanted: Sequence[bool]
+
+
+def take_all(requests: Sequence[Request]) -> list[Tensor | None]:
+    """``take`` of many flats. In one call if all need the same conversion, which is the usual case."""
+    conversions = {stash.conversion(dtype, wanted) for stash, dtype, wanted in requests}
+    if len(conversions) == 1 and (conversion := conversions.pop()) is not None:
+        return [*_take_converted([request.stash for request in requests], conversion)]
+    return [stash.take(dtype, wanted) for stash, dtype, wanted in requests]
+
+
+def _take_converted(stashes: Sequence[Stash], conversion: Conversion) -> list[Tensor]:
+    """``take`` of gradients that all have this conversion."""
+    values = [stash.values for stash in stashes if stash.values is not None]
+    factor = multiplier(conversion.scaling, values[0].device, conversion.wide)
+    for stash in stashes:
+        stash.factors.clear()
+    if factor is not None:
+        values = compat.products(values, factor.reshape(1))  # it has a dimension, so the result has its dtype
+    return [each.to(conversion.dtype) for each in values]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -135,7 +135,8 @@ def buffer_owners(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module not in seen:
             seen.add(module)
-            waiting.extend(reversed(module._modules.values()))  # type: ignore[arg-type]
+            if module._modules:
+                waiting.extend(reversed(module._modules.values()))  # type: ignore[arg-type]
             if module._buffers:
                 owners.append(module)
     return owners
@@ -288,6 +289,12 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of the storages behind tensors, each storage once, by a number that tells storages apart."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
 def storage_uses(tensor: Tensor) -> int:
     """How many tensors share a tensor's storage. The number grows if somebody stores a view."""
     return int(torch._C._storage_Use_Count(storage_key(tensor)))
@@ -380,6 +387,11 @@ def untraced(function: Function) -> Function:
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies each source into its target. On CUDA one kernel copies many small tensors."""
     torch._foreach_copy_(targets, sources)
+
+
+def products(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """Each tensor times the factor, in the dtype that ``*`` gives. One call, though a kernel for each tensor."""
+    return list(torch._foreach_mul(tensors, [factor] * len(tensors)))
 
 
 def zero_all(tensors: list[Tensor]) -> None:
