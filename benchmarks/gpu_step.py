@@ -185,7 +185,7 @@ def main() -> None:
         variants += [(f"zeroshard stage {stage}", sharded(stage)) for stage in ((0, 3) if world == 1 else (0, 1, 2, 3))]
         if world > 1:
             variants.append(("zeroshard stage 3, cast_on_gather", sharded(3, cast_on_gather=True)))
-            variants.append(("zeroshard stage 3, prefetch 2", sharded(3, prefetch=2)))
+            variants.append(("zeroshard stage 3, prefetch 1", sharded(3, prefetch=1)))
         for name, build in variants:
             if args.only in name:
                 try:

@@ -188,7 +188,7 @@ VARIANTS = [
     Variant("ddp", ddp),
     Variant("fsdp2", fsdp2()),
     *(Variant(f"zeroshard stage {stage}", sharded(stage)) for stage in (0, 1, 2, 3)),
-    Variant("zeroshard stage 3, prefetch 2", sharded(3, prefetch=2)),
+    Variant("zeroshard stage 3, prefetch 1", sharded(3, prefetch=1)),
     Variant("fsdp2, offload", fsdp2(offload=True), gpu_only=True),
     *(Variant(f"zeroshard stage {stage}, offload", sharded(stage, offload="cpu")) for stage in (2, 3)),
     *(Variant(f"deepspeed stage {stage}", deepspeed(stage), package="deepspeed") for stage in (1, 2, 3)),

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OURS = [f"zeroshard stage {stage}" for stage in (0, 1, 2, 3)]
-OURS += ["zeroshard stage 3, prefetch 2", "zeroshard stage 2, offload", "zeroshard stage 3, offload"]
+OURS += ["zeroshard stage 3, prefetch 1", "zeroshard stage 2, offload", "zeroshard stage 3, offload"]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

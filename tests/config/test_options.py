@@ -16,6 +16,7 @@ from torch import nn
 from zeroshard import Activations, Config, LossScale, Offload, Precision
 from zeroshard.config.checks import read_table
 from zeroshard.config.table import Extent, Place, state_table
+from zeroshard.plan.shape import Setup
 
 
 def problems(options: dict[str, Any], path: str) -> list[str]:
@@ -290,3 +291,9 @@ def test_what_shard_refuses_is_a_problem_of_a_file(name: str, value: object) -> 
     assert len(found) == 1
     assert found[0].startswith("shard")
     assert name in found[0]
+
+
+def test_stage_3_gathers_two_units_ahead_unless_told_otherwise_and_the_plan_counts_them() -> None:
+    assert Config(stage=3).units_ahead == Setup(stage=3).prefetch == 2
+    assert [Config(stage=3, prefetch=ahead).units_ahead for ahead in (0, 1, 3)] == [0, 1, 3]
+    assert Activations().prefetch == 1, "of checkpoints, another option"

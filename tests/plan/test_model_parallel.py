@@ -152,15 +152,18 @@ def temporaries(blocks: int, layers: int, stage: int, width: int = 2048, world: 
 def test_with_units_of_one_size_temporary_buffers_are_the_same_for_ten_million_and_a_billion_parameters(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 512 ranks the update of a rank is smaller than the units that are gathered and reduced at a time."""
+    """With 1024 ranks the update of a rank is smaller than the units that are gathered and reduced at a time."""
     monkeypatch.setattr(dryrun, "STEPS", 2)  # the second step is already like all later ones, and there are many units
-    unit = 2 * 2048 * 2048
-    # For tens, hundreds and thousands of millions: the blocks, and the layers of 4.2 million in a block.
-    tens, hundreds, thousands = (1, 3), (4, 6), (12, 20)
-    found = [temporaries(*size, stage, max_unit_bytes=unit) for size in (tens, hundreds, thousands)]
+    width, world = 1536, 1024
+    unit = 2 * width**2
+    # For tens, hundreds and thousands of millions: the blocks, and the layers of 2.4 million in a block. The smallest
+    # model has more units than are gathered at a time.
+    tens, hundreds, thousands = (1, 5), (4, 11), (12, 36)
+    found = [temporaries(*size, stage, width, world, max_unit_bytes=unit) for size in (tens, hundreds, thousands)]
     assert found[0] == found[1] == found[2]
     assert 2 * unit < found[0] < 5 * unit  # gradients in reduces, and units gathered early
-    assert temporaries(*hundreds, stage) > 3 * found[1], "whole blocks, where nothing bounds a unit below them"
+    whole_blocks = temporaries(*hundreds, stage, width, world)  # nothing bounds a unit below them
+    assert whole_blocks > 3 * found[1]
 
 
 def test_temporary_buffers_of_the_update_are_bounded_whatever_the_size_of_the_model() -> None:

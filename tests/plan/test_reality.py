@@ -183,3 +183,25 @@ def test_the_peak_is_that_of_a_run_without_values_within_ten_percent(job: str, s
     assert needs.peak.total - WORKSPACE == pytest.approx(seen.peak, rel=0.1), needs.phase
     assert needs.at_step.model_states == pytest.approx(seen.at_step.model_states, rel=0.01)
     assert volume(from_config(config), setup).elements == seen.volume_elements
+
+
+@matrix(job=("small batch", "units split"), prefetch=(None, 0, 1, 3))
+def test_units_gathered_ahead_are_in_the_peak_and_between_steps_as_planned(job: str, prefetch: int | None) -> None:
+    config, batch, limit = PEAKS[job]
+    tokens = torch.zeros(batch, config.sequence, dtype=torch.long)
+    options = {} if prefetch is None else {"prefetch": prefetch}
+    seen = dry_run(
+        lambda: GPT(config),
+        lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
+        lambda model: model(torch.zeros_like(tokens), torch.zeros_like(tokens)),
+        world=8,
+        real=False,
+        stage=3,
+        precision="bf16",
+        max_unit_bytes=limit,
+        **options,
+    )
+    setup = Setup(stage=3, world=8, batch=batch, sequence=config.sequence, max_unit_bytes=limit, **options)
+    needs = budget(from_config(config), setup, workspace=0)
+    assert needs.peak.total == pytest.approx(seen.peak, rel=0.025), needs.phase
+    assert needs.at_rest.total == pytest.approx(seen.at_rest, rel=0.01)

@@ -13,9 +13,9 @@ from tests.training import shard
 MOMENTS = ("shard", "evaluation", "forward", "backward", "step")
 
 
-def at_moment(moment: str, stage: int) -> tuple[Net, zeroshard.ShardedOptimizer, Any]:
+def at_moment(moment: str, stage: int, **options: Any) -> tuple[Net, zeroshard.ShardedOptimizer, Any]:
     """The model, the optimizer, and the loss if there is one."""
-    model, optimizer = shard(stage=stage)
+    model, optimizer = shard(stage=stage, **options)
     loss = None
     if moment == "evaluation":
         with torch.no_grad():

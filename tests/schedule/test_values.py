@@ -191,7 +191,7 @@ def test_a_read_that_rank_zero_makes_alone_works_where_parameters_are_whole_at_r
 @on_ranks(2)
 def test_a_read_that_rank_zero_makes_alone_in_stage_three_is_named_within_seconds() -> None:
     expected = dict(trained_plainly(1).state_dict())
-    model, optimizer, _ = at_moment("step", stage=3)
+    model, optimizer, _ = at_moment("step", stage=3, prefetch=1)
     begin = time.monotonic()
     if dist.get_rank() == 0:
         with refused(

@@ -8,6 +8,9 @@ from __future__ import annotations
 DEPOSIT_BYTES = 32 << 20
 """Gradients of a flat are copied together when they have this size."""
 
+DEFAULT_PREFETCH = 2
+"""Stage 3: units that are gathered before they are needed, unless ``prefetch`` says otherwise."""
+
 IN_FLIGHT = 2
 """Reduces that run at a time. Bounds the memory of gradients that are not yet shards."""
 

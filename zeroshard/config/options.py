@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .bounds import DEFAULT_PREFETCH
 from .checks import (
     DTYPES,
     Mistake,
@@ -225,7 +226,10 @@ class Config(Options):
     keep: Annotated[tuple[str, ...] | None, list_of("names", str)] = None
     """Stage 3: units that stay gathered from forward to backward. By default the root and the last; ``()`` for none."""
     prefetch: Annotated[int | None, whole(least=0)] = None
-    """Stage 3: how many units are gathered before they are needed. By default 1."""
+    """Stage 3: how many units are gathered before they are needed. By default 2.
+
+    More units hide more communication behind computing. Each needs the memory of one more whole unit at the peak.
+    """
     reads: Literal["gather", "raise"] | None = None
     """Stage 3: what happens if user code uses a parameter between the passes of the model.
 
@@ -266,6 +270,11 @@ class Config(Options):
             object.__setattr__(self, "chooses_offload", True)
             object.__setattr__(self, "offload", None)
         super().__post_init__()
+
+    @property
+    def units_ahead(self) -> int:
+        """The value of ``prefetch``, or its default."""
+        return DEFAULT_PREFETCH if self.prefetch is None else self.prefetch
 
     @classmethod
     def parse(cls, value: object) -> Self:

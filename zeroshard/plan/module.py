@@ -49,7 +49,7 @@ def gathering(config: Config) -> dict[str, Any]:
     roots, keep = {ROOT, ROOT_TITLE}, config.keep
     return {
         "cast_on_gather": config.precision.cast_on_gather,
-        "prefetch": 1 if config.prefetch is None else config.prefetch,
+        "prefetch": config.units_ahead,
         "keep": 1 if keep is None else len(set(keep) - roots),
         "keep_root": keep is None or not roots.isdisjoint(keep),
         "max_unit_bytes": config.max_unit_bytes,

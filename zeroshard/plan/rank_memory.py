@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, groupby, islice, pairwise, takewhile
+from itertools import accumulate, chain, groupby, islice, pairwise, takewhile
 
 import torch
 
@@ -131,7 +131,7 @@ class RankMemory:
             Phase.LOSS,
             {
                 "activations": self.activations.loss,
-                "gathered": self._gathered([self.units[0], *self.units[-1 - self.setup.prefetch :]]),
+                "gathered": self._gathered([self.units[0], *self._kept_before(len(self.units)), *self._turning()]),
             },
         )
         yield from self._backward()
@@ -175,6 +175,27 @@ class RankMemory:
         first = max(1, len(self.units) - self.setup.keep)
         return list(self.units[first:number])
 
+    def _needed_in_backward(self, last: int) -> Iterator[RankUnit]:
+        """The units in the order in which backward needs them, from one block to the first.
+
+        A recomputed block of several units needs its last unit, whose gradient comes. Then it needs all units in the
+        order of forward, and then in the order of backward.
+        """
+        for block in range(last, 0, -1):
+            units = self._blocks[block]
+            if self.setup.checkpointing and len(units) > 1:
+                yield units[-1]
+                yield from units
+                yield from reversed(units[:-1])
+            else:
+                yield from reversed(units)
+
+    def _turning(self) -> list[RankUnit]:
+        """The units that are gathered while forward ends, because backward begins with them."""
+        staying = {id(unit) for unit in (self.units[-1], *self._kept_before(len(self.units)))}
+        needed = self._needed_in_backward(self.units[-1].block)
+        return list(islice((unit for unit in needed if id(unit) not in staying), self.setup.prefetch))
+
     def _backward(self) -> Iterator[Moment]:
         backward = self.units[::-1]
         sizes = {flats: sum(map(self.stashed, flats)) for flats in {unit.flats for unit in backward}}
@@ -188,11 +209,12 @@ class RankMemory:
     def _backward_of(self, number: int, others: int) -> Iterator[dict[str, int]]:
         """The moments in the backward of one unit. ``others``: bytes of gradients of other units."""
         unit, activations = self.units[number], self.activations
-        # A block is recomputed as a whole, so all its units are gathered together.
-        present = [self.units[0], *(self._blocks[unit.block] if self.setup.checkpointing else [unit])]
-        present += self._kept_before(number)
-        following = self.units[max(0, number - self.setup.prefetch) : number]
-        entering = self.units[max(0, number - 1 - self.setup.prefetch) : number]
+        earlier = list(takewhile(lambda other: other is not unit, self._blocks[unit.block]))
+        # A block is recomputed as a whole, so its units are gathered together. Each is released after its backward.
+        present = [self.units[0], unit, *(earlier if self.setup.checkpointing else []), *self._kept_before(number)]
+        coming = chain(reversed(earlier), self._needed_in_backward(unit.block - 1))
+        entering = list(islice(coming, 1 + self.setup.prefetch))
+        following = entering[: self.setup.prefetch]
         collected = self.width * sum(flat.whole for flat in unit.trained)
         largest = self.width * max((flat.shape.largest for flat in unit.trained), default=0)
         early = self._early_in_root()

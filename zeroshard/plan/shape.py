@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ..config.bounds import DEFAULT_PREFETCH
 from ..config.offload import Offload
 from ..config.options import Activations
 
@@ -213,7 +214,8 @@ class Setup:
     """Where checkpoints are stored: divided among model-parallel ranks (P_a), or on the host (P_a+cpu)."""
     moments: int = 2
     """Tensors of a parameter's size in the optimizer's state."""
-    prefetch: int = 1
+    prefetch: int = DEFAULT_PREFETCH
+    """Stage 3: the number of units that are gathered before they are needed."""
     keep: int = 1
     """Stage 3: the number of last blocks that stay gathered from forward to backward."""
     keep_root: bool = True

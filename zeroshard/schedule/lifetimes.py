@@ -27,7 +27,7 @@ class Lifetimes:
     def __init__(self, units: list[Unit], config: Config, *, sharded: bool) -> None:
         self._units, self._root = units, units[0]
         self._sharded, self._keep = sharded, config.keep
-        self._ahead = config.prefetch if config.prefetch is not None else 1
+        self._ahead = config.units_ahead
         self._training, self._evaluation, self._backward = Order(), Order(), Order()
         self._forward = self._evaluation
         """The order of the forward that runs, or ran last."""
