@@ -32,7 +32,7 @@ from .watchdog import Watchdog
 LEAVE_SECONDS = 3.0
 """How long the end of the interpreter waits for posts and collectives under way."""
 LONG_BEATS = 3
-"""A thread that has not run for so many beats was held up."""
+"""A process whose thread has not run for so many beats was held up."""
 ABORT_SECONDS = 5.0
 """How long NCCL may take to abort."""
 
@@ -62,8 +62,7 @@ class Lookout:
         """Times in the past, how many joint collectives this rank had begun, and the last of them."""
         self._complete = 0
         """How many joint collectives are known to be complete. All ranks have begun these."""
-        self._heard = 0
-        """How many joint collectives this rank had begun when the store last answered."""
+        self._looked = time.monotonic()
         self._stall_found = False
         self._end_thread: threading.Thread | None = None
         """Explains a stall that was found, and aborts."""
@@ -115,8 +114,9 @@ class Lookout:
     def _overdue(self) -> tuple[int, str]:
         """How many joint collectives this rank began so long ago that all ranks must have; and the last of them."""
         now, joint, history = time.monotonic(), self._watchdog.joint, self._history
-        if history and now - history[-1][0] > LONG_BEATS * posting.BEAT_SECONDS and history[-1][1] != joint:
-            history.clear()  # this thread did not run for a while, and others may not have, either
+        if now - self._looked > LONG_BEATS * posting.BEAT_SECONDS:
+            history.clear()  # this process did not run for a while, and others may not have, either
+        self._looked = now
         if not history or history[-1][1] != joint:
             history.append((now, joint, self._watchdog.where))
         limit = self._watchdog.timeout + 2 * posting.BEAT_SECONDS  # posts are up to a beat old, here and there
@@ -126,12 +126,11 @@ class Lookout:
         return (begun, operation) if now - since > limit else (0, operation)
 
     def _next_rank_is_late(self, overdue: int) -> bool:
-        """Whether the next rank, or rank 0 if it has the store, has begun fewer than ``overdue`` joint collectives."""
+        """Whether the next rank has begun fewer joint collectives; or rank 0, which has the store, does not answer."""
         try:
             post = self._watchdog.posts.read((self._watchdog.rank + 1) % self._watchdog.world)
         except StoreError:
-            return served_by_rank_zero() and self._heard < overdue
-        self._heard = self._watchdog.joint
+            return served_by_rank_zero()
         return post is not None and post.joint < overdue
 
     def _watch_device(self) -> None:
