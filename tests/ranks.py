@@ -233,6 +233,7 @@ def _serve(connection: Connection, path: list[str]) -> None:
             # NCCL ends a group on all ranks at once, so a rank that failed alone leaves that to the end of the pool.
             if dist.is_initialized() and (group.backend == "gloo" or answer[0]):
                 dist.destroy_process_group()
+            gc.collect()  # models of this test, and the connections between their hosts
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.disable()
             place.close()
