@@ -48,13 +48,13 @@ def test_frozen_parameters_are_foreseen_without_gradients_and_states() -> None:
 @on_ranks(2)
 def test_ranks_with_different_memory_choose_one_stage_and_train() -> None:
     rank = torch.distributed.get_rank()
-    psi = sum(p.numel() for p in net(width=64).parameters())  # wide enough that padding is little
+    psi = sum(p.numel() for p in net(width=64, depth=12).parameters())  # wide enough that padding is little
     original = machine.usable_memory
     for room, stage in ((100, 0), (20, 1), (16, 2), (5, 3)):
         # Rank 1 has less; LOCAL_WORLD_SIZE is not set, so the world shares the machine.
         machine.usable_memory = lambda room=room: 2 * psi * (room if rank else 1000)  # type: ignore[misc]
         try:
-            model = net(width=64)
+            model = net(width=64, depth=12)  # stage 3 has three of its units whole
             model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage="auto")
         finally:
             machine.usable_memory = original

@@ -91,6 +91,7 @@ def test_a_save_on_one_rank_and_a_step_on_the_other_are_both_named() -> None:
 @on_ranks(2)
 def test_an_exchange_that_was_interrupted_is_not_mixed_up_with_the_next() -> None:
     fabric = Fabric(torch.device("cpu"), 5.0)
+    fabric.maximum([0])  # connected
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Exchange, "_receive", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))

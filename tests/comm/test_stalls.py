@@ -60,7 +60,7 @@ def stall(alone: Callable[[Any, Any], Any], model: Any, optimizer: Any) -> str:
 def test_what_rank_zero_does_alone_is_named_and_called_collective(name: str) -> None:
     call, alone = ALONE[name]
     with quick_beats():
-        model, optimizer = shard(adamw, stage=3, stall_timeout=SHORT)
+        model, optimizer = shard(adamw, stage=3, prefetch=1, stall_timeout=SHORT)  # else all is gathered
         train(model, optimizer, 0)
         if dist.get_rank() == 0:
             text = stall(alone, model, optimizer)
@@ -75,7 +75,7 @@ def test_what_rank_zero_does_alone_is_named_and_called_collective(name: str) -> 
 def test_both_ranks_are_told_of_an_evaluation_that_only_rank_zero_made() -> None:
     """The gathers of the evaluation meet those of the other rank's training, so the ranks stall later."""
     with quick_beats():
-        model, optimizer = shard(adamw, stage=3, stall_timeout=SHORT)
+        model, optimizer = shard(adamw, stage=3, prefetch=1, stall_timeout=SHORT)  # else all is gathered
         train(model, optimizer, 0)
         if dist.get_rank() == 0:
             evaluate(model, optimizer)

@@ -99,9 +99,10 @@ class Exchange:
 
     def _swap(self, partner: int, mine: Tensor, about: str, deadline: float) -> Tensor:
         sends = self._send(partner, mine, about)
-        found = self._receive(partner, about, deadline)
-        self._complete(sends, partner, deadline)
-        return found
+        try:
+            return self._receive(partner, about, deadline)
+        finally:  # also if the ranks disagree: the partner must hear of it, too
+            self._complete(sends, partner, deadline)
 
     def _send(self, partner: int, message: Tensor, about: str) -> list[tuple[dist.Work, Tensor]]:
         """Starts to send a message. Returns what is under way."""
