@@ -100,9 +100,12 @@ class Exchange:
     def _swap(self, partner: int, mine: Tensor, about: str, deadline: float) -> Tensor:
         sends = self._send(partner, mine, about)
         try:
-            return self._receive(partner, about, deadline)
-        finally:  # also if the ranks disagree: the partner must hear of it, too
-            self._complete(sends, partner, deadline)
+            found = self._receive(partner, about, deadline)
+        except DisagreementError:
+            self._complete(sends, partner, deadline)  # the partner must hear of it, too
+            raise
+        self._complete(sends, partner, deadline)
+        return found
 
     def _send(self, partner: int, message: Tensor, about: str) -> list[tuple[dist.Work, Tensor]]:
         """Starts to send a message. Returns what is under way."""
