@@ -54,9 +54,9 @@ def world_of(size: int, link: str = "") -> Iterator[None]:
         yield
 
 
-def plain(config: ModelConfig) -> Step:
-    """Mixed precision by hand, all on the GPU: bf16 model, fp32 masters, foreach AdamW, clipping."""
-    with torch.device("cuda"):
+def plain(config: ModelConfig, device: str = "cuda") -> Step:
+    """Mixed precision by hand, all on the device: bf16 model, fp32 masters, foreach AdamW, clipping."""
+    with torch.device(device):
         model = GPT(config).bfloat16()
     parameters = list(model.parameters())
     masters = [p.detach().float() for p in parameters]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import zeroshard
+from benchmarks.gpu_step import plain as by_hand
 from zeroshard.config.job import ModelConfig
 from zeroshard.system import compat
 from zeroshard.train.gpt import GPT
@@ -137,23 +138,8 @@ def build(variant: str, layers: int, device: str, checkpointing: bool) -> Step:
 
 def _plain(config: ModelConfig, tokens: Tensor, targets: Tensor) -> Step:
     """Mixed precision by hand, as in benchmarks/gpu_step.py."""
-    model = GPT(config).to(tokens.device, torch.bfloat16)
-    parameters = list(model.parameters())
-    masters = [parameter.detach().float() for parameter in parameters]
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
-
-    def step() -> None:
-        model(tokens, targets).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for master, parameter in zip(masters, parameters, strict=True):
-            master.grad = parameter.grad.float()  # type: ignore[union-attr]
-            parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, masters)
-
-    return step
+    step = by_hand(config, tokens.device.type)
+    return lambda: step(tokens, targets)
 
 
 def count(step: Step, device: str) -> tuple[Counts, Counts, Counts]:

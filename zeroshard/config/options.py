@@ -256,7 +256,10 @@ class Config(Options):
     weights: Annotated[Path | None, _path] = None
     """Folder of Hugging Face safetensors, or one such file. Every rank reads only its own shards from there."""
     stall_timeout: Annotated[float, positive, _seconds_to_wait] = 30.0
-    """Seconds after which a collective raises if some rank does not join. The error names that rank."""
+    """Seconds after which a collective raises if some rank does not join. The error names that rank.
+
+    Time that the device itself computes does not count.
+    """
     example: Annotated[Any | None, _example] = field(default=None, repr=False, compare=False)
     """One micro-batch as ``forward`` takes it: a tensor, a tuple or a dict. Tensors may be on the meta device.
 
