@@ -255,9 +255,10 @@ def test_a_profiler_shows_every_phase_with_the_units_name() -> None:
         loss_of(model, 1).backward()
         optimizer.step()
     labels = {event.key for event in profile.key_averages()}
-    for phase in ("gather", "wait", "stash", "publish"):
+    for phase in ("gather", "wait", "stash"):
         assert f"zeroshard.{phase} blocks.2" in labels, phase
-    assert any(label.startswith("zeroshard.update ") and "blocks.2" in label.split() for label in labels)
+    for phase in ("update", "publish"):  # of several units at a time
+        assert any(label.startswith(f"zeroshard.{phase} ") and "blocks.2" in label.split() for label in labels)
     assert {"zeroshard.agree", "zeroshard.norm", "zeroshard.reduce blocks.2"} <= labels
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Protocol
 
@@ -43,6 +44,9 @@ class Transport(Protocol):
     def all_reduce(self, whole: Tensor, label: str) -> Finish | None:
         """Averages ``whole`` over the ranks, in place."""
 
+    def together(self) -> AbstractContextManager[object]:
+        """All-gathers that begin inside are one operation, if the backend can do that."""
+
 
 def transport_for(
     group: dist.ProcessGroup | None, backend: str, device: torch.device, patience: timedelta
@@ -62,8 +66,7 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
         self._group, self._world = group, dist.get_world_size(group)
-        self._averages = backend == "nccl"
-        """Gloo can only add."""
+        self._is_nccl = backend == "nccl"
 
     def all_gather(self, whole: Tensor, shard: Tensor, label: str) -> None:
         all_gather(whole, shard, group=self._group)
@@ -74,8 +77,11 @@ class Collectives:
     def all_reduce(self, whole: Tensor, label: str) -> None:
         self._average(whole, whole, lambda op: dist.all_reduce(whole, op, group=self._group))
 
+    def together(self) -> AbstractContextManager[object]:
+        return compat.together(self._group) if self._is_nccl else nullcontext()
+
     def _average(self, inputs: Tensor, outputs: Tensor, reduce: Callable[[dist.ReduceOp.RedOpType], object]) -> None:
-        if self._averages:
+        if self._is_nccl:  # Gloo can only add
             reduce(dist.ReduceOp.AVG)
         else:
             _divide_before_sum(inputs, self._world)
@@ -134,6 +140,9 @@ class PointToPoint:
 
         return finish
 
+    def together(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         with compat.unrecorded():
             return work_of(dist.isend(tensor, group=self._group, group_dst=peer, tag=tag))
@@ -166,6 +175,9 @@ class Copies:
 
     def all_reduce(self, whole: Tensor, label: str) -> None:
         pass
+
+    def together(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 def _divide_before_sum(tensor: Tensor, world: int) -> None:

@@ -18,7 +18,7 @@ ON_THEIR_WAY = 2
 """Checkpoints that are copied to the host at a time. Bounds the device memory that they still use."""
 
 MESSAGE_BYTES = 64 << 20
-"""Buffers of a model are broadcast together in messages of at most this size, unless one buffer is larger."""
+"""Small tensors travel together in messages of at most this size: buffers, and whole parameters after an update."""
 
 UPDATE_ELEMENTS = 64 << 20
 """One call of the optimizer updates at least this many elements: 256 MiB of gradients in fp32."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..comm import parallel
 from ..comm.fabric import Fabric
-from ..comm.lane import Pending
+from ..comm.lane import Gather, Pending
 from ..config.layout import FlatLayout, Piece, flat_layout
 from ..config.options import Precision
 from ..config.table import Extent, StateTable
@@ -303,20 +303,23 @@ class Flat:
 
     # -- publish --------------------------------------------------------------------------------------------------
 
-    def publish(self, *, rounded: bool = False) -> None:
-        """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole.
-
-        ``rounded``: the parameters at rest have the master's values already, after ``finish_gather``.
-        """
+    def publish(self) -> None:
+        """Makes an updated master visible: in the parameters' dtype, and to other ranks if parameters are whole."""
         with compat.label("zeroshard.publish", self.label):
-            self.writes.forget()  # an update checks before; a checkpoint that is loaded replaces all values
             self.finish_gather()
-            publication = None if rounded else self.home.publish()
-            self.outdate(publication)
-            if publication is None and self.trainable and not self.sharded and self._in_parts:
-                self.shown.hide()
-                self._pending = self._fabric.gathers.all_gather(self.whole, self.shard, self.label)
-                self.presence = Presence.UNDER_WAY
+            if self.replace(self.home.publish()):
+                self.arrive(self._fabric.gathers.all_gather(self.whole, self.shard, self.label))
+
+    def replace(self, publication: Publication | None = None) -> bool:
+        """Notes that the parameters at rest have new values, or will have. True if ranks must now gather them."""
+        self.writes.forget()  # an update checks before; a checkpoint that is loaded replaces all values
+        self.outdate(publication)
+        return publication is None and self.trainable and not self.sharded and self._in_parts
+
+    def arrive(self, pending: Pending) -> None:
+        """Notes that new values of the whole parameters are under way."""
+        self.shown.hide()
+        self._pending, self.presence = pending, Presence.UNDER_WAY
 
     def outdate(self, publication: Publication | None) -> None:
         """Notes that the parameters change. From now on, ``gather`` and ``wait`` wait for the publication, if any.
@@ -363,10 +366,12 @@ class Flat:
 
 
 def publish_rounded(flats: Sequence[Flat], fabric: Fabric) -> None:
-    """Publishes flats whose parameters at rest have the masters' values already."""
-    with fabric.gathers.in_a_row():
-        for flat in flats:
-            flat.publish(rounded=True)
+    """Publishes flats whose parameters at rest have the masters' values already. No gather of them is under way."""
+    with compat.label("zeroshard.publish", *(flat.label for flat in flats)):
+        gathered = [flat for flat in flats if flat.replace()]
+        gathers = [Gather(flat.whole, flat.shard, flat.label) for flat in gathered]
+        for flat, pending in zip(gathered, fabric.gathers.all_gather_together(gathers), strict=True):
+            flat.arrive(pending)
 
 
 def _cuts(pieces: Sequence[Piece], numel: int) -> tuple[list[int], list[bool]]:

@@ -448,6 +448,11 @@ def host_messages(name: str, rank: int, world: int, address: str | None, patienc
     return gloo(stores.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank, world, options)
 
 
+def together(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+    """All-gathers of NCCL that begin inside are one operation of the device, which begins at the end."""
+    return cast(AbstractContextManager[Any], dist.distributed_c10d._coalescing_manager(group))
+
+
 @contextmanager
 def errors_left_to_caller() -> Iterator[None]:
     """Groups of NCCL that are made inside do not end the process when a collective fails. The user's setting counts."""
