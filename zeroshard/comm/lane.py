@@ -49,7 +49,7 @@ class Done:
         pass
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _OnStream:
     """An operation that the device was given."""
 

@@ -166,9 +166,11 @@ class Copies:
         if compat.is_fake(whole):  # no values to copy
             return
         slices = whole.view(self._world, -1)
-        for others in (slices[: self._rank], slices[self._rank + 1 :]):  # two copies, even for thousands of ranks
-            others.copy_(shard.view(1, -1).expand_as(others))
-        slices[self._rank].copy_(shard.view(-1))
+        if compat.storage_key(whole) != compat.storage_key(shard):
+            slices.copy_(shard)
+            return
+        for others in (slices[: self._rank], slices[self._rank + 1 :]):  # the shard is one of the slices
+            others.copy_(shard)
 
     def reduce_scatter(self, whole: Tensor, shard: Tensor, label: str) -> None:
         shard.view(-1).copy_(whole.view(self._world, -1)[self._rank])

@@ -24,9 +24,9 @@ OF_UNIT, OF_MODEL = "zeroshard.unit", "zeroshard.model"
 class AttributeOutputs:
     """Tensors that a forward leaves in attributes of a unit's modules, such as the loss of a mixture of experts.
 
-    The search runs after every call of the unit, so it must not walk through all attributes of all modules. torch's own
-    layers leave nothing in attributes. A torch layer is searched only if it has hooks, if its number of attributes has
-    changed, or if it has an attribute in which other code may leave a tensor.
+    The search runs after every call of the unit, so it must not walk through all attributes of all modules. A forward
+    of torch leaves nothing in attributes. A layer with such a forward is searched only if it has hooks, if its number
+    of attributes has changed, or if it has an attribute in which other code may leave a tensor.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -37,7 +37,7 @@ class AttributeOutputs:
         for module in modules:
             public = [value for name, value in vars(module).items() if name[0] != "_"]
             open_to_others = any(value is None or isinstance(value, Tensor | list | dict) for value in public)
-            if type(module).__module__.startswith("torch.nn.") and not open_to_others:
+            if type(module).forward.__module__.startswith("torch.nn.") and not open_to_others:
                 self._layers.append((module, compat.count_attributes(module)))
             else:
                 self._others.append(module)
@@ -45,9 +45,9 @@ class AttributeOutputs:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules to search."""
-        everywhere = compat.has_global_hooks()
-        changed = [layer for layer, count in self._layers if everywhere or compat.is_changed(layer, count)]
-        return self._others + changed
+        if compat.has_global_hooks():
+            return self._others + [layer for layer, _ in self._layers]
+        return self._others + compat.changed(self._layers)
 
     def values(self) -> list[Any]:
         """Tensors, and collections that may contain tensors."""

@@ -149,9 +149,16 @@ def convert_buffers(module: nn.Module, function: Callable[[Tensor], Tensor]) -> 
             module._buffers[name] = function(buffer)
 
 
-def is_changed(layer: nn.Module, count: int) -> bool:
-    """Whether a layer has forward hooks, or another number of attributes than ``count_attributes`` returned before."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks) or count_attributes(layer) != count
+def changed(layers: Sequence[tuple[nn.Module, int]]) -> list[nn.Module]:
+    """Layers with forward hooks, or with another number of attributes than ``count_attributes`` returned before.
+
+    One call, because every forward of a unit asks for all its layers.
+    """
+    return [
+        layer
+        for layer, count in layers
+        if layer._forward_hooks or layer._forward_pre_hooks or count_attributes(layer) != count
+    ]
 
 
 def is_last_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
