@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _ctypes
+import os
 import stat
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from zeroshard.offload.kernel import Pool
 from zeroshard.offload.library import Simd
 from zeroshard.offload.native import build
 from zeroshard.offload.rules import AdamRule, SGDRule
+from zeroshard.system.machine import is_private, make_private
 
 
 @pytest.fixture
@@ -48,6 +51,51 @@ def test_what_nobody_installed_is_built_once_in_the_users_cache(
     monkeypatch.setattr(library, "_loaded", [])
     monkeypatch.setenv(build.CXX_VARIABLE, "/bin/false")  # and is found there next time
     assert library.choose().simd is NATIVE[0]
+
+
+FOREIGN = {
+    "written by the group": lambda file: file.chmod(0o775),
+    "written by everybody": lambda file: file.chmod(0o757),
+    "a link": lambda file: file.symlink_to(file.rename(file.with_suffix(".else"))),
+    "without our functions": lambda file: file.write_bytes(Path(_ctypes.__file__).read_bytes()),
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:1000]),
+}
+"""What can be wrong with a library in the cache."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_library_in_the_cache_that_others_can_write_or_that_is_damaged_is_built_again(
+    forgetful: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    file = build.build(forgetful)
+    good = file.read_bytes()
+    FOREIGN[what](file)
+    built: list[Path] = []
+    monkeypatch.setattr(library, "build", lambda folder: built.append(folder) or build.build(folder))
+    assert library.choose().simd is NATIVE[0]
+    assert built == [forgetful]
+    assert file.read_bytes() == good
+    assert not file.is_symlink()
+    assert is_private(file)
+
+
+@pytest.mark.slow
+def test_a_cache_folder_of_somebody_else_is_not_used(forgetful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgetful.mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    forgetful.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="is not a folder that only this user can write to"):
+        assert library.choose().simd is NATIVE[0]
+    assert not list(forgetful.iterdir())
+
+
+def test_a_cache_folder_that_a_umask_opened_to_the_group_is_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o775)
+    assert make_private(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
 def test_many_ranks_may_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

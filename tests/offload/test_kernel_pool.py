@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 from tests.offload.host import ADAMW, NATIVE, SGD, Format, assert_same_bits, clone, pool, random_segment, update
 from zeroshard.offload import pipeline
 from zeroshard.offload.kernel import Pool, Segment
-from zeroshard.offload.library import Simd
+from zeroshard.offload.library import Simd, load
 from zeroshard.offload.rules import Rule
 from zeroshard.system import cores, machine
 
@@ -124,6 +125,7 @@ def test_forked_children_get_threads_of_their_own_and_programs_end() -> None:
 @pytest.fixture
 def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(machine, "cgroup_cores", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's, which is not about this
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -165,10 +167,32 @@ def test_threads_float_under_a_quota_and_where_they_outnumber_the_cores(monkeypa
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1.5, True])
+@pytest.mark.parametrize("threads", [0, -1, 1.5, True, 4097, 2**31, 2**32, 10**400])
 def test_a_senseless_number_of_threads_is_refused(threads: int) -> None:
     with pytest.raises(ValueError, match="threads="):
         Pool(threads)
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_no_more_threads_than_the_machine_can_use_are_started() -> None:
+    assert cores.share(64).threads == 64
+    with pytest.raises(ValueError, match="threads=65 must be at most 64: this machine has 16 processors"):
+        cores.share(65)
+
+
+@pytest.mark.parametrize(("path", "threads"), [(0, 0), (0, -1), (0, 4097), (0, 2**31 - 1), (3, 1), (-1, 1)])
+def test_the_c_interface_opens_no_pool_that_it_could_not_run(path: int, threads: int) -> None:
+    assert not load().zeroshard_open(path, threads, None, 0)
+
+
+def test_the_c_interface_refuses_a_negative_count() -> None:
+    library = load()
+    handle = library.zeroshard_open(0, 1, None, 0)
+    result = ctypes.c_double()
+    assert library.zeroshard_update(handle, None, None, -1, 1.0, 0)
+    assert library.zeroshard_accumulate(handle, None, None, 1, 1, -1)
+    assert library.zeroshard_square_sum(handle, None, 1, -1, result)
+    library.zeroshard_close(handle)
 
 
 def bad_segments() -> dict[str, tuple[Segment, Rule]]:

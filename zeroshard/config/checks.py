@@ -269,9 +269,11 @@ def must(text: str, is_right: Callable[[Any], bool]) -> Requirement:
     return requirement
 
 
-def whole(least: int) -> Requirement:
+def whole(least: int, most: int | None = None) -> Requirement:
     """The requirement for a count."""
-    return must(f"be a whole number, at least {least}", lambda value: value >= least)
+    if most is None:
+        return must(f"be a whole number, at least {least}", lambda value: value >= least)
+    return must(f"be a whole number, at least {least} and at most {most}", lambda value: least <= value <= most)
 
 
 def at_least(least: float) -> Requirement:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 import torch
 
+from ..system.cores import MOST_THREADS
 from .checks import Mistake, Options, must, whole
 
 _fraction = must('be a number from 0 to 1, or "auto"', lambda value: value == "auto" or 0 <= value <= 1)
@@ -60,7 +61,7 @@ class Offload(Options):
 
     Saves 2 bytes of host memory a parameter. A step moves 6 bytes a parameter over PCIe instead of 4.
     """
-    threads: Annotated[int | None, whole(least=1)] = None
+    threads: Annotated[int | None, whole(least=1, most=MOST_THREADS)] = None
     """Threads that update. By default the cores that this rank may use, divided by the ranks on this machine.
 
     With a GPU the default is one thread fewer. If the host updates during backward and there are many cores, the

@@ -2,7 +2,8 @@
 
 A library beside the sources comes first (from `pip install` or `python -m zeroshard.offload.native.build`). If there is
 none, the library is built in the user's cache folder, once for each version of the sources; several ranks may build at
-the same time. If the build fails, torch does the work, and one warning names the reason.
+the same time. A library in the cache that another user can have written is not loaded, but built again. If the build
+fails, torch does the work, and one warning names the reason.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import tempfile
 import warnings
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Final
 
-from ..system.machine import cache_folder
+from ..system.machine import cache_folder, is_private, make_private
 from .native.build import CXX_VARIABLE, HERE, BuildError, build, library_name
 
 VARIABLE: Final = "ZEROSHARD_KERNEL"
@@ -105,13 +108,26 @@ def load() -> ctypes.CDLL:
 
 def _find() -> ctypes.CDLL:
     name, cached = library_name(), cache_folder()
+    private = make_private(cached)
     for file in (HERE / name, cached / name):
-        if file.exists():
-            with contextlib.suppress(OSError):  # damaged, or made for another C library: build again
+        # What lies beside the sources is as much to be trusted as the sources. The cache may be anybody's.
+        if file.exists() and (file.parent == HERE or (private and is_private(file))):
+            with contextlib.suppress(OSError, AttributeError):  # damaged, or for another C library: build again
                 return _declare(ctypes.CDLL(str(file)))
+    if private:
+        return _load_built(cached)
+    warn_once(
+        f"{cached} is not a folder that only this user can write to, so zeroshard's native library is built anew in "
+        "each process; change its owner and mode (chmod go-w), or name another folder in $XDG_CACHE_HOME"
+    )
+    with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:  # only this user can write there
+        return _load_built(Path(folder))
+
+
+def _load_built(folder: Path) -> ctypes.CDLL:
     try:
-        return _declare(ctypes.CDLL(str(build(cached))))
-    except OSError as error:
+        return _declare(ctypes.CDLL(str(build(folder))))
+    except (OSError, AttributeError) as error:
         raise BuildError(f"the library does not load: {error}") from error
 
 

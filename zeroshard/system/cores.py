@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 from . import machine
 
+MOST_THREADS = 4096
+"""No machine can use more threads. ``native/library.cpp`` has the same bound."""
+THREADS_OF_A_PROCESSOR = 4
+"""More threads than this only wait for each other."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -25,6 +30,10 @@ def share(threads: int | None = None) -> Share:
     """This rank's threads and cores. By default one thread for each usable core, divided by the ranks here."""
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads={threads!r} must be a whole number, at least 1")
+    processors = os.cpu_count() or 1
+    most = min(MOST_THREADS, THREADS_OF_A_PROCESSOR * processors)
+    if threads is not None and threads > most:
+        raise ValueError(f"threads={threads} must be at most {most}: this machine has {processors} processors")
     allowed = sorted(os.sched_getaffinity(0))
     usable = machine.usable_cores()
     ranks = max(1, _variable("LOCAL_WORLD_SIZE", 1))

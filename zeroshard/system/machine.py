@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -237,6 +238,22 @@ def cache_folder() -> Path:
     """Return the folder for answers about this machine and for libraries that are built on it."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "zeroshard"
+
+
+def make_private(folder: Path) -> bool:
+    """Make a folder in which only this user writes, or take the right of others away. Return whether that worked."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private(folder) and folder.lstat().st_uid == os.geteuid() and not folder.is_symlink():
+            folder.chmod(folder.stat().st_mode & ~0o022)  # a umask of 002 gives the group a right that nobody meant
+        return is_private(folder)
+    return False
+
+
+def is_private(path: Path) -> bool:
+    """Return whether only this user and root can have written a file or a folder. A symbolic link counts as foreign."""
+    found = path.lstat()
+    return not stat.S_ISLNK(found.st_mode) and found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o022
 
 
 def _remember(file: Path, text: str) -> None:

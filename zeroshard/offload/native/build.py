@@ -65,6 +65,7 @@ def build(folder: Path) -> Path:
                 objects = list(threads.map(lambda source: _compile(compiler, source, Path(work)), sources))
             linked = Path(work, target.name)
             _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
+            linked.chmod(0o755)  # whatever the umask: a library that others can write is not loaded
             os.replace(linked, target)  # in one step, because another rank may load the file at any moment
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error}") from error
