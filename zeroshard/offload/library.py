@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import tempfile
 import warnings
@@ -19,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from ..system.machine import cache_folder, is_private, make_private
+from ..system.machine import cache_folder, is_private, make_private, remember
 from .native.build import CXX_VARIABLE, HERE, BuildError, build, library_name
 
 VARIABLE: Final = "ZEROSHARD_KERNEL"
@@ -108,27 +109,48 @@ def load() -> ctypes.CDLL:
 
 def _find() -> ctypes.CDLL:
     name, cached = library_name(), cache_folder()
-    private = make_private(cached)
-    for file in (HERE / name, cached / name):
-        # What lies beside the sources is as much to be trusted as the sources. The cache may be anybody's.
-        if file.exists() and (file.parent == HERE or (private and is_private(file))):
-            with contextlib.suppress(OSError, AttributeError):  # damaged, or for another C library: build again
-                return _declare(ctypes.CDLL(str(file)))
-    if private:
-        return _load_built(cached)
-    warn_once(
-        f"{cached} is not a folder that only this user can write to, so zeroshard's native library is built anew in "
-        "each process; change its owner and mode (chmod go-w), or name another folder in $XDG_CACHE_HOME"
-    )
-    with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:  # only this user can write there
-        return _load_built(Path(folder))
+    installed, built = HERE / name, cached / name
+    if installed.exists():  # as much to be trusted as the sources beside it
+        with contextlib.suppress(OSError, AttributeError):  # made for another C library
+            return _declare(ctypes.CDLL(str(installed)))
+    if not make_private(cached):
+        warn_once(
+            f"{cached} is not a folder that only this user can write to, so zeroshard's native library is built anew "
+            "in each process; change its owner and mode (chmod go-w), or name another folder in $XDG_CACHE_HOME"
+        )
+        with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:  # only this user can write there
+            return _open(build(Path(folder)))
+    if not _is_intact(built):
+        build(cached)
+        remember(_sum_file(built), _sum(built))
+    return _open(built)
 
 
-def _load_built(folder: Path) -> ctypes.CDLL:
+def _open(file: Path) -> ctypes.CDLL:
     try:
-        return _declare(ctypes.CDLL(str(build(folder))))
+        return _declare(ctypes.CDLL(str(file)))
     except (OSError, AttributeError) as error:
         raise BuildError(f"the library does not load: {error}") from error
+
+
+def _is_intact(file: Path) -> bool:
+    """Whether a library in the cache is what was built, and only this user can have written it.
+
+    A library that was cut off would kill the process where it is loaded, and one process cannot load another library
+    under the same name.
+    """
+    try:
+        return is_private(file) and _sum_file(file).read_text() == _sum(file)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _sum_file(file: Path) -> Path:
+    return file.with_suffix(".sha256")
+
+
+def _sum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

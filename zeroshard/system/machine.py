@@ -107,7 +107,7 @@ def probe_amx(cpuinfo: str | None = None, probe: Callable[[], int] | None = None
         answer = {0: "works", -signal.SIGILL: "faults"}.get(status)
         if answer is None:  # another signal may be an accident, such as a kill for memory: not remembered
             return Amx.FAULTS if status < 0 else Amx.UNKNOWN
-        _remember(remembered, answer)
+        remember(remembered, answer)
     return known[answer]
 
 
@@ -256,7 +256,7 @@ def is_private(path: Path) -> bool:
     return not stat.S_ISLNK(found.st_mode) and found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o022
 
 
-def _remember(file: Path, text: str) -> None:
+def remember(file: Path, text: str) -> None:
     """Write a small file whole or not at all, because other ranks may write it too. Errors only make things slower."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
