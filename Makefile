@@ -13,7 +13,7 @@ WORKERS ?= $(shell nproc)
 PYTEST   = OMP_NUM_THREADS=1 RES_OPTIONS='timeout:1 attempts:1' $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all soak bench bench-adam bench-checkpoint lint format clean
+.PHONY: help setup train test test-all soak fuzz bench bench-adam bench-checkpoint lint format clean
 
 help:  ## show this list
 	@echo "zeroshard: ZeRO stages 0 to 3 for unchanged PyTorch models. The first target you run also sets up $(VENV)."
@@ -43,6 +43,9 @@ test-all: lint  ## lint, then all tests, also those that kill ranks, run whole j
 
 soak: $(READY)  ## kill ranks of a run 30 times and see that it ends with the bits of an unbroken one (several minutes)
 	$(BIN)/python -m tests.storage.killing $(ARGS)
+
+fuzz: $(READY)  ## damage and forge every kind of file that zeroshard reads, and see what it says (2000 cases: some minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(ARGS)
 
 # DeepSpeed is the one peer that torch does not bring. Without it the others are still compared, and the table says so.
 $(PEERS): $(READY)

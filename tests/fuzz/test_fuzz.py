@@ -1,0 +1,19 @@
+"""Whatever a file holds, zeroshard refuses it by name, or reads something that makes sense; in time, in little memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.run import run
+from tests.fuzz.subjects import SUBJECTS
+
+CASES = 70
+"""Of each kind of file. `make fuzz` runs any number."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_changed_files_are_refused_by_name_or_make_sense(subject: str) -> None:
+    counts, failures = run([subject], range(CASES))
+    assert not failures, "\n".join(f"--only {subject!r} --cases 1 --seed {f.seed}: {f.what}" for f in failures)
+    assert counts[f"{subject}: refused"] > CASES / 5, counts
