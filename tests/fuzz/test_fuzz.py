@@ -1,4 +1,4 @@
-"""Whatever a file holds, zeroshard refuses it by name, or reads something that makes sense; in time, in little memory."""
+"""Whatever a file holds, zeroshard refuses it by name, or reads what makes sense; in time, and in little memory."""
 
 from __future__ import annotations
 
