@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .format import DTYPES, SAFETENSORS, CheckpointError
+from ..system.words import quoted
+from .format import DTYPES, SAFETENSORS, CheckpointError, shape_from
 
 SMALL_BYTES = 1024
 """Bytes of the largest tensor whose bits stand in the JSON."""
@@ -132,8 +133,8 @@ def _decode_tagged(value: dict[str, Any], where: str, large: Callable[[str], Ten
             return large(str(value["name"]))
         case "tensor":
             bits = bytes.fromhex(value["bits"])
-            dtype, shape = DTYPES[value["dtype"]], [int(size) for size in value["shape"]]
+            dtype, shape = DTYPES[value["dtype"]], shape_from(value["shape"])
             if len(bits) > SMALL_BYTES or len(bits) != math.prod(shape) * dtype.itemsize:
-                raise EncodingError(f"{where} holds a tensor of {shape} with {len(bits)} bytes")
+                raise EncodingError(f"{where} holds a tensor of {quoted(list(shape))} with {len(bits)} bytes")
             return torch.tensor(list(bits), dtype=torch.uint8, device="cpu").view(dtype).reshape(shape)
-    raise EncodingError(f"{where} holds a {value[TAG]!r}, which this version does not know")
+    raise EncodingError(f"{where} holds a {quoted(value[TAG])}, which this version does not know")
