@@ -100,6 +100,10 @@ FORGERIES: dict[str, tuple[Any, str]] = {
     "a long version": (lambda v: v.update(version="v" * 10**6), "version 'v"),
     "a long token": (lambda v: v.update(checkpoint="t" * 10**6), "names no checkpoint"),
     "a value of a long kind": (lambda v: values(v).update(extra={"$": "k\n" * 10**5}), "does not know"),
+    "keys of one hash": (
+        lambda v: values(v).update(extra={"$": "dict", "items": [[n * (2**61 - 1), 0] for n in range(100_000)]}),
+        "chosen to make it slow",
+    ),
     "a large tensor named twice": (
         lambda v: values(v).update(extra=[values(v)["extra"]["large"]] * 2),
         "is used twice",

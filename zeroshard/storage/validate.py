@@ -345,7 +345,11 @@ def _check_entries(index: Index, where: str, theirs: Any, mine: Any) -> None:
         if not isinstance(theirs, dict):
             raise _unfit(index, f"has {where} that is {quoted(theirs, 60)}, not a table")
         if unknown := [key for key in theirs if key not in mine]:
-            raise _unfit(index, f"has {where} with {_some(unknown)}, which the {where} of this run has not")
+            raise _unfit(
+                index,
+                f"has {where} with {_some(unknown)}, which the {where} of this run has not. Was it of another kind? "
+                "Give that, or leave scheduler= out",
+            )
         for key, entry in theirs.items():
             if isinstance(mine[key], list | tuple) and isinstance(entry, list | tuple):
                 for place, (one, other) in enumerate(zip(entry, mine[key], strict=False)):

@@ -27,6 +27,8 @@ TAG = "$"
 
 NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 """All dtypes of torch, by name: a value may be a dtype that no tensor in a checkpoint has."""
+MOST_OF_ONE_HASH = 1000
+"""Keys of a table that may have the hash of another key. Python compares each of them with all others."""
 LARGEST_INT_BITS = 14_000
 """Python turns integers of up to 4300 digits into text and back."""
 
@@ -120,10 +122,11 @@ def _decode_tagged(value: dict[str, Any], where: str, large: Callable[[str], Ten
         case "tuple":
             return tuple(decode(entry, where, large, depth + 1) for entry in value["items"])
         case "dict" | "counter":
-            made = {
-                decode(key, where, large, depth + 1): decode(entry, where, large, depth + 1)
-                for key, entry in value["items"]
-            }
+            keys = [decode(key, where, large, depth + 1) for key, _ in value["items"]]
+            if len(keys) - len({hash(key) for key in keys}) > MOST_OF_ONE_HASH:
+                raise EncodingError(f"{where} holds a table with keys that were chosen to make it slow")
+            entries = (decode(entry, where, large, depth + 1) for _, entry in value["items"])
+            made = dict(zip(keys, entries, strict=True))
             return Counter(made) if value[TAG] == "counter" else made
         case "dtype":
             return NAMED[value["value"]]
