@@ -20,6 +20,7 @@ from tests.ranks import Pool
 from tests.storage.forging import forge, index_of
 from tests.storage.runs import Positions, Run, difference
 from zeroshard import CheckpointError
+from zeroshard.storage import load as load_module
 from zeroshard.storage.folder import complete_in
 from zeroshard.storage.format import Marker
 
@@ -85,6 +86,42 @@ def test_a_truncated_file_is_named(saved: Path) -> None:
     untouched(saved, f"{DATA} has .* bytes instead of .*truncated")
 
 
+@pytest.mark.parametrize(("seam", "after"), [("check_fits", "nothing was loaded"), ("_fill", "loaded in part")])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_named(
+    seam: str, after: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is open by then. Where a file is mapped, the system ends the process at the first byte that is gone."""
+    real = getattr(load_module, seam)
+
+    def cuts(*arguments: Any) -> Any:
+        os.truncate(saved / DATA, index_of(saved)["parts"][0]["header"])
+        return real(*arguments)
+
+    model, optimizer = small(seed=1)
+    monkeypatch.setattr(load_module, seam, cuts)
+    with pytest.raises(CheckpointError, match=f"{DATA} became shorter while it was read.*{after}"):
+        zeroshard.load(saved, model, optimizer)
+
+
+def test_a_file_that_was_written_after_it_was_checked_is_checked_again(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, part = load_module._fill, index_of(saved)["parts"][0]
+    entry = next(entry for entry in part["entries"] if entry["kind"] == "value")
+
+    def writes(*arguments: Any) -> Any:
+        with open(saved / DATA, "r+b") as file:
+            file.seek(part["header"] + entry["offset"])
+            file.write(b"\x7f" * 4)
+        os.utime(saved / DATA)
+        return real(*arguments)
+
+    model, optimizer = small(seed=1)
+    monkeypatch.setattr(load_module, "_fill", writes)
+    with pytest.raises(CheckpointError, match=f"{DATA} is damaged.*loaded in part"):
+        zeroshard.load(saved, model, optimizer)
+
+
 def test_a_missing_file_is_named(saved: Path) -> None:
     os.remove(saved / DATA)
     untouched(saved, f"{DATA} cannot be read")
@@ -118,7 +155,7 @@ def test_a_flipped_bit_in_data_names_the_parameter(saved: Path) -> None:
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 16]))
-    refused(saved, rf"{DATA} is damaged: '{entry['name']}' \(state exp_avg\).*loaded in part")
+    refused(saved, rf"{DATA} is damaged: '{entry['name']}' \(state exp_avg\).*nothing was loaded")
 
 
 def test_a_file_of_another_checkpoint_is_known(saved: Path, tmp_path: Path) -> None:

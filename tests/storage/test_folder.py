@@ -241,6 +241,75 @@ def test_a_checkpoint_that_could_not_be_replaced_is_still_there(
     assert zeroshard.load(path, model, optimizer) == 1
 
 
+@pytest.mark.parametrize("failing", ["the old one aside", "the new one to its place", "back"])
+def test_after_a_failed_rename_a_load_of_the_path_and_of_the_folder_take_the_same(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    path = tmp_path / "saved"
+    zeroshard.save(path, model, optimizer, extra=1)
+    rename = os.rename
+
+    def fails(source: Path, target: Path) -> None:
+        aside, back = source == path, str(source).endswith(".removing")
+        if {"the old one aside": aside, "the new one to its place": not aside and not back, "back": not aside}[failing]:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fails)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            zeroshard.save(path, model, optimizer, extra=2)
+        assert zeroshard.load(tmp_path, model, optimizer) == zeroshard.load(path, model, optimizer) == 2
+        with pytest.raises(CheckpointError, match="Input/output error"):  # the next one must not lose it
+            zeroshard.save(path, model, optimizer, extra=3)
+    assert zeroshard.load(tmp_path, model, optimizer) == zeroshard.load(path, model, optimizer) >= 2
+    zeroshard.save(path, model, optimizer, extra=4)
+    assert zeroshard.load(tmp_path, model, optimizer) == zeroshard.load(path, model, optimizer) == 4
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_complete_save_without_its_name_outlives_the_next_save_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    path = tmp_path / "saved"
+    zeroshard.save(path, model, optimizer, extra=1)
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for seam in ("publish", "write_part"):
+        with monkeypatch.context() as patch:
+            patch.setattr(background, seam, fails)
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                zeroshard.save(path, model, optimizer, extra=2)
+    assert zeroshard.load(tmp_path, model, optimizer) == zeroshard.load(path, model, optimizer) == 2
+
+
+def test_a_load_takes_the_old_checkpoint_while_a_new_one_is_being_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    path = tmp_path / "saved"
+    zeroshard.save(path, model, optimizer, extra=1)
+    gate, complete, real = threading.Event(), threading.Event(), background.publish
+
+    def waits(*arguments: Path) -> None:
+        complete.set()
+        gate.wait(60)
+        real(*arguments)
+
+    monkeypatch.setattr(background, "publish", waits)
+    saving = zeroshard.save(path, model, optimizer, extra=2, asynchronous=True)
+    assert complete.wait(60)
+    other, its_optimizer = small()
+    assert zeroshard.load(path, other, its_optimizer) == zeroshard.load(tmp_path, other, its_optimizer) == 1
+    gate.set()
+    saving.wait()
+    assert zeroshard.load(path, other, its_optimizer) == zeroshard.load(tmp_path, other, its_optimizer) == 2
+
+
 def test_keep_leaves_what_another_machine_may_still_write_and_removes_what_was_silent_for_a_day(tmp_path: Path) -> None:
     def partial(name: str, claim: str, silent: float) -> Path:
         folder = tmp_path / f".{name}.0123456789abcdef.partial"

@@ -54,7 +54,13 @@ def test_a_position_in_large_tensors_is_taken_to_fewer_ranks_only_if_it_is_the_s
 def test_a_scheduler_that_cannot_take_what_was_saved_is_named_with_the_remedy(tmp_path: Path) -> None:
     model, optimizer = sharded()
     zeroshard.save(tmp_path / "saved", model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))
-    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    chained = torch.optim.lr_scheduler.SequentialLR(optimizer, [constant], [])
+
+    def chained(count: int) -> Any:
+        constants = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(count)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, constants, list(range(1, count)))
+
+    with pytest.raises(zeroshard.CheckpointError, match=r"'step_size'.*leave scheduler= out; nothing was loaded"):
+        zeroshard.load(tmp_path / "saved", model, optimizer, chained(1))
+    zeroshard.save(tmp_path / "saved", model, optimizer, chained(2))
     with pytest.raises(zeroshard.CheckpointError, match=r"SequentialLR\.load_state_dict\(\).*leave scheduler= out"):
-        zeroshard.load(tmp_path / "saved", model, optimizer, chained)
+        zeroshard.load(tmp_path / "saved", model, optimizer, chained(1))

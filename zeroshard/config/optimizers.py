@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,53 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """Names of states that belong to a parameter as a whole. Names decide: for a scalar parameter, shapes say nothing."""
 
 
+NOT_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "step_size"})
+"""Names of states without an element below 0: averages and sums of squares, largest absolute values, step sizes."""
+LARGEST_SETTING = torch.finfo(torch.float32).max
+"""torch cannot multiply a tensor of fp32 by a larger number."""
+
+
+class Bounds(NamedTuple):
+    """Which numbers a setting may have. Both limits belong to the allowed numbers, unless ``below`` is True."""
+
+    least: float
+    most: float
+    below: bool = False
+
+    def allow(self, value: float) -> bool:
+        """True if a setting may have this number."""
+        return self.least <= value <= self.most and not (self.below and value == self.most)
+
+    def __str__(self) -> str:
+        """The bounds in words.
+
+        >>> str(SETTINGS["betas"])
+        'a number from 0 to below 1'
+        """
+        if self.most >= LARGEST_SETTING:
+            return "a finite number" if self.least < 0 else "a finite number, 0 or more"
+        return f"a number from {self.least:g} to {'below ' * self.below}{self.most:g}"
+
+
+FINITE = Bounds(-LARGEST_SETTING, LARGEST_SETTING)
+AMOUNT = Bounds(0, LARGEST_SETTING)
+SHARE = Bounds(0, 1)
+
+SETTINGS: Mapping[str, Bounds] = {
+    **dict.fromkeys(("lr", "lr_decay", "eps", "weight_decay", "momentum", "momentum_decay"), AMOUNT),
+    "initial_accumulator_value": AMOUNT,
+    "betas": Bounds(0, 1, below=True),
+    "rho": SHARE,
+    "etas": AMOUNT,
+    "step_sizes": Bounds(0, math.inf),
+    "t0": Bounds(-math.inf, math.inf),
+}
+"""The numbers that a setting of torch's optimizers may have, as torch demands them of a new optimizer. Other settings
+may have any finite number. A setting of several numbers has the bounds for each of them."""
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "swa_lr"})
+"""Settings that torch's schedulers add to a group. They have the bounds of ``lr``."""
+
+
 class States(NamedTuple):
     """The states that one of torch's optimizers has for a parameter after its first step, by torch's names."""
 
@@ -20,6 +68,12 @@ class States(NamedTuple):
     """Settings, and for each the state that exists only if the setting is neither 0 nor False."""
     on_host: bool = False
     """True if offload has a kernel for this optimizer."""
+    bounds: Mapping[str, Bounds] = {}
+    """Settings whose bounds are not those of ``SETTINGS``."""
+
+    def bounds_of(self, setting: str) -> Bounds:
+        """The numbers that a setting may have."""
+        return self.bounds.get(setting) or SETTINGS.get("lr" if setting in OF_SCHEDULERS else setting, FINITE)
 
     def under(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
         """The names of the states under these settings of a group."""
@@ -45,7 +99,11 @@ SUPPORTED: Mapping[type[torch.optim.Optimizer], States] = {
     torch.optim.Adamax: States(("step", "exp_avg", "exp_inf")),
     torch.optim.NAdam: States(("step", "mu_product", "exp_avg", "exp_avg_sq")),
     torch.optim.RAdam: States(("step", "exp_avg", "exp_avg_sq")),
-    torch.optim.RMSprop: States(("step", "square_avg"), {"momentum": "momentum_buffer", "centered": "grad_avg"}),
+    torch.optim.RMSprop: States(
+        ("step", "square_avg"),
+        {"momentum": "momentum_buffer", "centered": "grad_avg"},
+        bounds={"alpha": SHARE},
+    ),
     torch.optim.Rprop: States(("step", "prev", "step_size")),
     torch.optim.SGD: States((), {"momentum": "momentum_buffer"}, on_host=True),
 }

@@ -7,6 +7,7 @@ A save goes through ``save`` (ranks agree), ``contents`` (what this rank writes;
 tensors into JSON, ``random_state`` reads the generators), ``folder`` (where to write, one job a path), ``background``
 (copies; writes while training goes on; on rank 0 writes index and marker, which make the checkpoint complete) and
 ``write`` (bytes to disk). A load goes through ``load``, ``folder`` (the newest), ``read`` (index and elements),
-``validate`` (refuses before anything is touched) and ``regions`` (maths of ranges that overlap). ``export`` reads in
-the same way, and writes whole tensors with ``output``.
+``limits`` (how large an index may be), ``validate`` (refuses before anything is touched), ``elements`` (numbers that
+training cannot go on from) and ``regions`` (maths of ranges that overlap). ``export`` reads in the same way, and writes
+whole tensors with ``output``.
 """

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,18 @@ from ..offload.pinned import HostBlock, aligned
 from ..system import compat, machine
 from .contents import Contents, Item
 from .folder import FolderClaim, clear, keep_newest, partial_of, publish, time_after
-from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, CheckpointError, Marker, part_file
+from .format import (
+    BUFFER,
+    CLAIM,
+    INDEX,
+    LARGEST_JSON,
+    MARKER,
+    CheckpointError,
+    Marker,
+    is_of_parameter,
+    part_file,
+)
+from .limits import excess_of, largest_index
 from .read import index_json
 from .write import remedy_of, write_part, write_whole
 
@@ -208,7 +220,10 @@ class Saving:
 
     def _complete(self) -> None:
         folder = self._folder
-        index = index_json(self._token, [self._await_part(rank) for rank in range(self._fabric.world)])
+        parts = [self._await_part(rank) for rank in range(self._fabric.world)]
+        index = index_json(self._token, parts)
+        _check_loadable(index, parts)
+        del parts
         write_whole(folder / INDEX, index)
         for rank in range(self._fabric.world):
             (folder / part_file(rank)).unlink()
@@ -231,6 +246,17 @@ class Saving:
         if "failed" in part:
             raise CheckpointError(f"rank {rank} failed: {part['failed']}")
         return part
+
+
+def _check_loadable(index: bytes, parts: Sequence[Any]) -> None:
+    """Raises CheckpointError if ``load()`` would refuse an index for its size."""
+    kinds = {(entry["name"], entry["kind"]) for part in parts for entry in part["entries"]}
+    tensors = len({name for name, kind in kinds if kind == BUFFER or is_of_parameter(kind)})
+    if (excess := excess_of(index, largest_index(len(parts), tensors))) is not None:
+        raise CheckpointError(
+            f"the values of scheduler, loader or extra are too many: {excess}; put long lists into tensors, which have "
+            "no such limit"
+        )
 
 
 _unfinished: weakref.WeakSet[Saving] = weakref.WeakSet()

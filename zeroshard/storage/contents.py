@@ -276,6 +276,11 @@ def buffers_of(runtime: Runtime) -> list[tuple[str, Tensor]]:
     return list(found.values())
 
 
+def tensors_of(runtime: Runtime) -> int:
+    """The number of parameters and buffers that a checkpoint of the model has."""
+    return len(list(runtime.model.parameters())) + len(buffers_of(runtime))
+
+
 def extra_states_of(runtime: Runtime) -> dict[str, Any]:
     """The states of modules that are no tensors (``get_extra_state``), by the module's name."""
     return {

@@ -191,8 +191,9 @@ def prepare(path: Path, token: str) -> FolderClaim:
                 "a folder of its own, or end that one"
             )
         complete, _ = _sorted(others)
-        if complete and not path.exists():  # a crash came between two renames
-            os.replace(complete[0].folder, path)
+        if complete and _is_newer(complete[0], path):  # a save to this path ended before its last rename
+            publish(complete[0].folder, path)
+            (path / CLAIM).unlink(missing_ok=True)
         for folder in filter(Path.exists, others):
             with contextlib.suppress(OSError):
                 remove(folder)
@@ -269,20 +270,37 @@ def complete_in(parent: Path) -> list[CompleteCheckpoint]:
         return []
 
 
+def _is_newer(one: CompleteCheckpoint, path: Path) -> bool:
+    """True if a checkpoint is newer than the one at the path, or there is no readable one."""
+    complete, _ = _sorted([path, one.folder])
+    return complete[0].folder == one.folder
+
+
+def _is_final(folder: Path) -> bool:
+    """False if a save still writes a folder and the checkpoint that it will replace is there: that one counts."""
+    match = _PARTIAL.fullmatch(folder.name)
+    return match is None or not has_marker(folder.with_name(match[1])) or not is_claimed(folder)
+
+
 def candidates(path: Path) -> list[Path]:
     """The checkpoints that ``load(path)`` may read, the best first: the path itself, or the checkpoints in it.
+
+    A save to the path may have ended when all was written and only the rename was left. Its folder counts as well, and
+    is the newest. So ``load(path)`` and a load of the folder around it take the same checkpoint.
 
     Folders with a damaged marker come first, as each may be the newest. Reading such a folder raises and names it.
 
     Raises:
         CheckpointError: the folder cannot be listed.
     """
+    unnamed = list(filter(_is_final, _partials_of(path)))
     if has_marker(path):
-        return [path]
-    complete, damaged = _sorted(_partials_of(path))  # after a crash between two renames
+        complete, damaged = _sorted([path, *unnamed])
+        return [*(one for one in damaged if one == path), *(one.folder for one in complete)]
+    complete, damaged = _sorted(unnamed)
     if not complete and not damaged:
         try:
-            complete, damaged = _sorted(_folders_in(path))
+            complete, damaged = _sorted(filter(_is_final, _folders_in(path)))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:

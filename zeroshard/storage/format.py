@@ -35,6 +35,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from ..system.words import line, quoted
 from .regions import Region, numel_of, whole
 
 VERSION = 2
@@ -43,6 +44,7 @@ MARKER = "COMPLETE"
 CLAIM = "claim"
 """A file that the process which writes the checkpoint has locked; see ``folder.FolderClaim``."""
 _WRITTEN_WHOLE = r"(index\.json|COMPLETE|rank-\d{5,}\.json)"
+DATA_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 OWN_NAME = re.compile(rf"claim|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")
 """Every name that a save gives to a file in a checkpoint's folder."""
 LARGEST_JSON = 1 << 30
@@ -51,6 +53,10 @@ LARGEST_HEADER = 100_000_000
 """Bytes of a header that safetensors itself allows."""
 MOST_DIMENSIONS = 64
 """Dimensions that torch itself allows."""
+MOST_ELEMENTS = 2**62
+"""More elements than any tensor has."""
+LONGEST_MESSAGE = 2000
+"""Characters of a message. A file that somebody forged may have names of any length."""
 CHUNK = 8 << 20
 """Bytes of a range that share one checksum. So a reader of a part of a range checks little more than that part."""
 LATEST_NS = 2**62
@@ -81,7 +87,13 @@ DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The message names the file, what is wrong with it and what to do."""
+    """A checkpoint cannot be written or read. The message names the file, what is wrong with it and what to do.
+
+    The message is one line of printable characters, whatever names and values a file has.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(line(message, LONGEST_MESSAGE))
 
 
 class InvalidIndexError(CheckpointError):
@@ -115,6 +127,15 @@ def state_name(kind: str) -> str | None:
 def is_of_parameter(kind: str) -> bool:
     """True if a range of this kind belongs to a parameter."""
     return kind in (VALUE, SHOWN) or kind.startswith(_STATE)
+
+
+def title(name: str, kind: str) -> str:
+    """A range's name and kind, for messages.
+
+    >>> title("first.weight", "state exp_avg")
+    "'first.weight' (state exp_avg)"
+    """
+    return f"{quoted(name)} ({line(kind, 60)})"
 
 
 def tensor_kind(rank: int) -> str:
@@ -174,15 +195,14 @@ class Entry(NamedTuple):
     @classmethod
     def from_json(cls, value: Any) -> Entry:
         """Reads and checks an entry. Raises KeyError, TypeError or ValueError."""
-        if len(value["shape"]) > MOST_DIMENSIONS:
-            raise ValueError(f"a shape of {len(value['shape'])} dimensions")
-        shape = tuple(count(size) for size in value["shape"])
-        count(math.prod(shape))
+        shape = shape_from(value["shape"])
         sides = whole(shape)
         if "box" in value:
+            if len(value["box"]) != len(shape):
+                raise ValueError(f"a box of {len(value['box'])} sides is not inside shape {quoted(shape)}")
             sides = tuple((count(low), count(high)) for low, high in value["box"])
         if not all(low <= high <= size for (low, high), size in zip(sides, shape, strict=True)):
-            raise ValueError(f"box {sides} is not inside shape {shape}")
+            raise ValueError(f"box {quoted(sides)} is not inside shape {quoted(shape)}")
         start, stop = (count(number) for number in value["range"])
         if not start <= stop <= numel_of(sides):
             raise ValueError(f"range {start}:{stop} is not inside a box of {numel_of(sides)} elements")
@@ -193,7 +213,7 @@ class Entry(NamedTuple):
         region = Region(sides, start, stop)
         made = cls(name, kind, shape, region, DTYPES[value["dtype"]], count(value["offset"]), checksums)
         if len(checksums) != -(-made.nbytes // CHUNK):
-            raise ValueError(f"{name!r} has {len(checksums)} checksums for {made.nbytes} bytes")
+            raise ValueError(f"{quoted(name)} has {len(checksums)} checksums for {made.nbytes} bytes")
         return made
 
 
@@ -228,7 +248,7 @@ class Part:
         end = 0
         for entry in entries:
             if entry.offset != end or end % entry.dtype.itemsize:
-                raise ValueError(f"{entry.key!r} lies at byte {entry.offset}, where {end} is expected")
+                raise ValueError(f"{quoted(entry.key)} lies at byte {entry.offset}, where {end} is expected")
             end += entry.nbytes
         if header + end != size:
             raise ValueError(f"its ranges take {end} bytes after a header of {header}, but the file {size}")
@@ -243,14 +263,30 @@ class Part:
 def count(value: object) -> int:
     """Returns the value if it is a count: a whole number, 0 or more. Raises ValueError if it is not."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{quoted(value)} is no count")
     return value
+
+
+def shape_from(value: Any) -> tuple[int, ...]:
+    """The shape that a list of JSON stands for. Raises TypeError or ValueError if no tensor can have this shape.
+
+    >>> shape_from([2, 0])
+    (2, 0)
+    """
+    if len(value) > MOST_DIMENSIONS:
+        raise ValueError(f"a shape of {len(value)} dimensions")
+    elements = 1
+    for size in value:
+        elements *= max(1, count(size))  # sizes beside a 0 count too: torch computes strides from them
+        if elements >= MOST_ELEMENTS:
+            raise ValueError(f"{elements} is no count of elements, in a shape of {quoted(value)}")
+    return tuple(value)
 
 
 def check_version(value: Any) -> None:
     """Raises KeyError, TypeError or ValueError if an index or a marker is of another version."""
     if value["version"] != VERSION:
-        raise ValueError(f"version {value['version']!r}, this zeroshard reads {VERSION}")
+        raise ValueError(f"version {quoted(value['version'])}, this zeroshard reads {VERSION}")
 
 
 def header_of(entries: Sequence[Entry], token: str, rank: int) -> bytes:

@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from ..comm import parallel
 from ..comm.fabric import Fabric
-from ..config.layout import Range
+from ..config.layout import Piece, Range
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from ..states.flat import Flat
 from ..system import compat
 from . import random_state
-from .contents import buffers_of, extra_states_of, local_region, name_of, region_of
+from .contents import buffers_of, extra_states_of, local_region, name_of, region_of, tensors_of
 from .folder import candidates
 from .format import BUFFER, SHOWN, VALUE, CheckpointError, InvalidIndexError, state_name
 from .read import CheckpointReader, Index, read_index
+from .regions import Region
 from .save import check_optimizer, finish_latest, together
-from .validate import HOW_TO_COMPUTE, check_fits, check_given, check_index, decoded, no_tensor
+from .validate import HOW_TO_COMPUTE, check_fits, check_given, check_index, decoded, demand_on, no_tensor
 from .values import decode
 
 
@@ -37,6 +38,7 @@ def load(
     loader: Any = None,
     *,
     allow_older: bool = False,
+    allow_nonfinite: bool = False,
     random: bool = True,
 ) -> Any:
     """Goes on from a checkpoint, of any stage, world size, offload and precision; returns its ``extra``. Collective.
@@ -48,6 +50,8 @@ def load(
         scheduler: gets its state back, if one was saved.
         loader: gets this rank's position back. On another number of ranks that works if all ranks saved the same.
         allow_older: in a folder of checkpoints, if the newest is damaged, say so and take the next older checkpoint.
+        allow_nonfinite: also load NaN and infinite elements of parameters and of the optimizer's states. They count as
+            damage otherwise, because training cannot go on from them.
         random: also set the random generators. If the number of ranks of tensor parallelism changed, these ranks get
             the same state. Parts of the data that the saved run did not have begin with numbers of their own.
 
@@ -56,23 +60,27 @@ def load(
     """
     runtime = runtime_of(model)
     with runtime.fabric.watchdog.during("load()"):
-        return _load_newest(path, runtime, optimizer, scheduler, loader, allow_older=allow_older, random=random)
+        wanted = _Wanted(runtime, optimizer, scheduler, loader, allow_nonfinite=allow_nonfinite, random=random)
+        return _load_newest(path, wanted, allow_older=allow_older)
 
 
-def _load_newest(
-    path: str | os.PathLike[str],
-    runtime: Runtime,
-    optimizer: ShardedOptimizer | None,
-    scheduler: Any,
-    loader: Any,
-    *,
-    allow_older: bool,
-    random: bool,
-) -> Any:
+class _Wanted(NamedTuple):
+    """What a load fills, and how."""
+
+    runtime: Runtime
+    optimizer: ShardedOptimizer | None
+    scheduler: Any
+    loader: Any
+    allow_nonfinite: bool
+    random: bool
+
+
+def _load_newest(path: str | os.PathLike[str], wanted: _Wanted, *, allow_older: bool) -> Any:
+    runtime = wanted.runtime
     fabric = runtime.fabric
     finish_latest(runtime)
     with together(fabric):
-        check_optimizer(runtime, optimizer, "load")
+        check_optimizer(runtime, wanted.optimizer, "load")
         runtime.check_no_block_open("load()")
         if runtime.optimizer is not None:
             runtime.optimizer.settle("load()")
@@ -82,7 +90,7 @@ def _load_newest(
         raise CheckpointError(f"{path} holds no complete checkpoint")
     for number, folder in enumerate(folders):
         try:
-            return _load(folder, runtime, optimizer, scheduler, loader, random)
+            return _load(folder, wanted)
         except _DamagedError as damage:
             if number + 1 == len(folders) or not allow_older:
                 raise CheckpointError(str(damage)) from damage
@@ -110,29 +118,30 @@ class _DamagedError(Exception):
     """A checkpoint is damaged. It is raised on all ranks."""
 
 
-def _load(
-    folder: Path, runtime: Runtime, optimizer: ShardedOptimizer | None, scheduler: Any, loader: Any, random: bool
-) -> Any:
+def _load(folder: Path, wanted: _Wanted) -> Any:
+    runtime, optimizer = wanted.runtime, wanted.optimizer
     fabric = runtime.fabric
     with compat.label("zeroshard.load"), torch.no_grad():
         with _usable(fabric, "; nothing was loaded"):
-            reader = CheckpointReader(read_index(folder))
+            reader = CheckpointReader(read_index(folder, tensors_of(runtime)))
             if fabric.rank == 0:
                 reader.check_files()
             values = _Values.read(reader, fabric)
             check_index(reader.index, values.shared, optimizer)
-            if random:
+            if wanted.random:
                 values.check_random(reader.index.file, fabric.device)
         with together(fabric):
             check_fits(reader.index, runtime, optimizer, values.shared)
-            check_given(reader.index, scheduler, loader, fabric, values.predecessor)
+            check_given(reader.index, wanted.scheduler, values.scheduler, wanted.loader, fabric, values.predecessor)
+        with _usable(fabric, "; nothing was loaded"):
+            _verify(reader, wanted)
         with _usable(fabric, "; the model is loaded in part, so load another checkpoint into it"):
             older = _fill(reader, runtime, optimizer)
         _publish(runtime, older)
         with together(fabric):
             if optimizer is not None:
                 _take_settings(optimizer, values.shared)
-            values.give(runtime, scheduler, loader, random)
+            values.give(wanted)
             runtime.faults.states_loaded()
             if runtime.optimizer is not None:
                 runtime.optimizer.states_loaded()
@@ -207,8 +216,9 @@ class _Values(NamedTuple):
                 f"{type(error).__name__}: {error}; load it with random=False"
             ) from error
 
-    def give(self, runtime: Runtime, scheduler: Any, loader: Any, random: bool) -> None:
+    def give(self, wanted: _Wanted) -> None:
         """Gives modules, scheduler, loader and random generators their states."""
+        runtime, scheduler, loader, random = wanted.runtime, wanted.scheduler, wanted.loader, wanted.random
         modules = {name_of(name): module for name, module in runtime.model.named_modules()}
         for name in extra_states_of(runtime):
             if name in self.modules:
@@ -242,6 +252,45 @@ def _take_settings(optimizer: ShardedOptimizer, shared: dict[str, Any]) -> None:
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _verify(reader: CheckpointReader, wanted: _Wanted) -> None:
+    """Reads all chunks that ``_fill`` is going to read, before anything is written to the model.
+
+    Every checksum must be right, and training must be able to go on from the elements. ``_fill`` reads the chunks once
+    more. That costs less than memory for two models.
+    """
+    for name, kind, region in _ranges(reader.index, wanted.runtime, wanted.optimizer):
+        demand = demand_on(kind, wanted.optimizer, allow_nonfinite=wanted.allow_nonfinite)
+        reader.verify(name, kind, region, demand.flaw_of)
+
+
+def _ranges(index: Index, runtime: Runtime, optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, str, Region]]:
+    """Name, kind and region of everything that this rank reads."""
+    for flat in _flats(runtime):
+        kinds = [VALUE]
+        if optimizer is not None and flat.trainable:
+            for piece in flat.pieces:
+                name = name_of(flat.layout.slots[piece.slot].name)
+                for kind in index.kinds[name]:
+                    if state_name(kind) is not None:
+                        yield name, kind, region_of(flat, piece)
+            if flat.home.delays and _has_older(index, flat):
+                kinds.append(SHOWN)
+        for kind in kinds:
+            for piece in flat.layout.pieces(flat.own if flat.trainable else flat.at_rest):
+                yield *_stored(index, flat, kind, piece), region_of(flat, piece)
+    for name, buffer in buffers_of(runtime):
+        yield name, BUFFER, local_region(buffer)
+
+
+def _stored(index: Index, flat: Flat, kind: str, piece: Piece) -> tuple[str, str]:
+    """Name and kind under which a piece is stored.
+
+    The saved run may have had other units. So perhaps only some parameters of a flat have an older value.
+    """
+    name = name_of(flat.layout.slots[piece.slot].name)
+    return name, kind if (name, kind) in index.places else VALUE
 
 
 def _fill(reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[Flat, Tensor]:
@@ -299,9 +348,7 @@ def _fill_states(reader: CheckpointReader, flat: Flat, optimizer: ShardedOptimiz
 
 def _read_range(reader: CheckpointReader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
     for piece in flat.layout.pieces(part):
-        name = name_of(flat.layout.slots[piece.slot].name)
-        # The saved run may have had other units. So perhaps only some parameters of this flat have an older value.
-        stored = kind if (name, kind) in reader.index.places else VALUE
+        name, stored = _stored(reader.index, flat, kind, piece)
         reader.read(name, stored, region_of(flat, piece), target[piece.offset : piece.offset + piece.numel])
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import mmap
+import math
 import os
 import re
+import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,10 +18,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from ..system.sizes import size_text
+from ..system.words import quoted
 from .format import (
     CHUNK,
     INDEX,
-    LARGEST_JSON,
     MARKER,
     VALUE,
     VERSION,
@@ -34,14 +36,19 @@ from .format import (
     open_plain,
     read_marker,
     tensor_kind,
+    title,
 )
-from .regions import BoxStrides, Overlap, Region, flaw, overlaps
+from .limits import DISK_BLOCK, excess_of, largest_index_in
+from .regions import BoxStrides, Overlap, Region, divide, flaw, overlaps
 from .write import bytes_of
 
 OPEN_FILES = 32
-"""Most files that are mapped at a time: each takes a descriptor, and a run may have more ranks than descriptors."""
-REMEMBERED_CHUNKS = 4096
-"""Chunks that are remembered as good, for a range that several pieces need."""
+"""Most files that are open at a time: each takes a descriptor, and a run may have more ranks than descriptors."""
+CHUNKS_IN_MEMORY = 4
+"""Chunks that stay in memory, for a chunk that several pieces need."""
+FREE_HOLES = 64 << 20
+"""Bytes of values that a file may have beyond the bytes that the disk has for it. A file system that compresses needs
+fewer bytes than the file has. A forged file may be one large hole, which takes no disk and much memory."""
 
 
 class Location(NamedTuple):
@@ -92,15 +99,17 @@ class Index:
             first = places[0].entry
             for _, entry in places:
                 if (entry.shape, entry.dtype) != (first.shape, first.dtype):
-                    raise ValueError(f"{name!r} ({kind}) is stored with two shapes or dtypes")
+                    raise ValueError(f"{title(name, kind)} is stored with two shapes or dtypes")
             if is_of_parameter(kind):
                 if (name, VALUE) not in self.places:
-                    raise ValueError(f"{name!r} ({kind}) belongs to a parameter that is not there")
+                    raise ValueError(f"{title(name, kind)} belongs to a parameter that is not there")
                 if first.shape != self.shape(name):
-                    raise ValueError(f"{name!r} ({kind}) has shape {first.shape}, the parameter {self.shape(name)}")
+                    raise ValueError(
+                        f"{title(name, kind)} has shape {quoted(first.shape)}, the parameter {quoted(self.shape(name))}"
+                    )
             wrong = flaw(first.shape, [entry.region for _, entry in places])
             if wrong is not None:
-                raise ValueError(f"{name!r} ({kind}): {wrong}")
+                raise ValueError(f"{title(name, kind)}: {wrong}")
 
 
 def index_json(token: str, parts: Sequence[Mapping[str, Any]]) -> bytes:
@@ -108,8 +117,13 @@ def index_json(token: str, parts: Sequence[Mapping[str, Any]]) -> bytes:
     return json.dumps({"version": VERSION, "checkpoint": token, "parts": parts}, separators=(",", ":")).encode()
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path, tensors: int | None = None) -> Index:
     """Reads and checks the index of a complete checkpoint. Reads no data.
+
+    Args:
+        folder: the checkpoint.
+        tensors: the number of parameters and buffers of the model that loads. An index that is far larger than such a
+            model needs is not parsed. Without a model, the index may not be far larger than the data.
 
     Raises:
         CheckpointError: there is no marker, or the index is damaged or makes no sense.
@@ -118,18 +132,28 @@ def read_index(folder: Path) -> Index:
     if marker is None:
         raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MARKER}")
     file = folder / INDEX
-    if marker.index_bytes > LARGEST_JSON:
-        raise CheckpointError(f"{folder / MARKER} speaks of an index of {marker.index_bytes} bytes")
     try:
+        largest = largest_index_in(folder, tensors)
+        if marker.index_bytes > largest:
+            raise CheckpointError(
+                f"{folder / MARKER} speaks of an index of {size_text(marker.index_bytes)}, and what is here can need "
+                f"{size_text(largest)} at most: it is forged, or of a far larger model"
+            )
         with open_plain(file) as opened:
             text = opened.read(marker.index_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if len(text) != marker.index_bytes or hashlib.sha256(text).hexdigest() != marker.index_sha256:
         raise CheckpointError(f"{file} is not the one that {MARKER} was written for: it is damaged or foreign")
+    if (excess := excess_of(text, largest)) is not None:
+        raise CheckpointError(f"{file} has {excess}")
     try:
-        return _index_from(folder, json.loads(text))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        value = json.loads(text)
+        del text
+        return _index_from(folder, value)
+    except KeyError as error:
+        raise CheckpointError(f"{file} is no index: KeyError: {quoted(error.args[0])}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is no index: {type(error).__name__}: {error}") from error
 
 
@@ -137,7 +161,7 @@ def _index_from(folder: Path, value: Any) -> Index:
     check_version(value)
     token = value["checkpoint"]
     if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{1,64}", token):
-        raise ValueError(f"{token!r} names no checkpoint")
+        raise ValueError(f"{quoted(token)} names no checkpoint")
     parts = [Part.from_json(part) for part in value["parts"]]
     if not parts or [part.rank for part in parts] != list(range(len(parts))):
         raise ValueError("its parts are not those of ranks 0, 1, 2 and so on")
@@ -147,13 +171,15 @@ def _index_from(folder: Path, value: Any) -> Index:
 
 
 class CheckpointReader:
-    """The data of a checkpoint. A file is mapped when it is first needed."""
+    """The data of a checkpoint. A file is opened when it is first needed."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        data = lru_cache(OPEN_FILES)(partial(_map, index))
-        self._data = data
-        self._check = lru_cache(REMEMBERED_CHUNKS)(partial(_check_chunk, index, data))
+        self._file = lru_cache(OPEN_FILES)(partial(_DataFile, index))
+        self._good: set[tuple[object, ...]] = set()
+        self._chunk = lru_cache(CHUNKS_IN_MEMORY)(partial(_read_chunk, index, self._file, self._good))
+        self._verified: set[tuple[int, int, int]] = set()
+        self._given: set[tuple[int, str]] = set()
 
     def read(self, name: str, kind: str, region: Region, target: Tensor) -> None:
         """Fills a 1-D tensor, of any dtype and on any device, with the elements of a region."""
@@ -161,14 +187,41 @@ class CheckpointReader:
             for overlap in overlaps(region, entry.region):
                 self._copy(rank, entry, overlap, target)
 
+    def verify(self, name: str, kind: str, region: Region, flaw_of: Callable[[Tensor], str | None]) -> None:
+        """Reads all chunks with elements of a region, each chunk once. Writes nothing.
+
+        Args:
+            name: of a parameter or buffer.
+            kind: of the state.
+            region: the elements that will be read.
+            flaw_of: is given the elements of a chunk, and says what is wrong with them; None if nothing is.
+
+        Raises:
+            CheckpointError: a checksum is wrong, or the elements have a flaw.
+        """
+        for rank, entry in self.index.places[name, kind]:
+            for overlap in overlaps(region, entry.region):
+                for number in _numbers(entry, overlap.theirs.offset, overlap.theirs.end(overlap.shape)):
+                    if (rank, entry.offset, number) in self._verified:
+                        continue
+                    if (wrong := flaw_of(self._chunk(rank, entry, number).view(entry.dtype))) is not None:
+                        raise CheckpointError(f"{self.index.folder / data_file(rank)}: {title(name, kind)} has {wrong}")
+                    self._verified.add((rank, entry.offset, number))
+
     def tensor_of(self, rank: int, name: str) -> Tensor:
-        """A tensor inside a rank's values, in the dtype in which it is stored."""
-        for entry in self.index.parts[rank].entries:
-            if (entry.name, entry.kind) == (name, tensor_kind(rank)):
-                flat = torch.empty(entry.region.numel, dtype=entry.dtype, device="cpu")
-                self.read(name, entry.kind, entry.region, flat)
-                return flat.reshape(entry.shape)
-        raise CheckpointError(f"{self.index.folder}: rank {rank} has no tensor {name!r}")
+        """A tensor inside a rank's values, in the dtype in which it is stored. Each can be asked for once."""
+        kind = tensor_kind(rank)
+        places = [entry for owner, entry in self.index.places.get((name, kind), ()) if owner == rank]
+        if len(places) != 1 or places[0].region.numel != math.prod(places[0].shape):
+            raise CheckpointError(f"{self.index.folder}: rank {rank} has no tensor {quoted(name)}")
+        if (rank, name) in self._given:  # a small index could name a large tensor any number of times
+            raise CheckpointError(f"{self.index.file}: tensor {quoted(name)} of rank {rank} is used twice")
+        self._given.add((rank, name))
+        self._check_holes(rank)
+        entry = places[0]
+        flat = torch.empty(entry.region.numel, dtype=entry.dtype, device="cpu")
+        self.read(name, kind, entry.region, flat)
+        return flat.reshape(entry.shape)
 
     def check_files(self) -> None:
         """Checks the size and the header of every file. Reads no data."""
@@ -176,15 +229,27 @@ class CheckpointReader:
             with _opened(self.index, part):
                 pass
 
-    def _copy(self, rank: int, entry: Entry, overlap: Overlap, target: Tensor) -> None:
-        start, stop = overlap.theirs.offset, overlap.theirs.end(overlap.shape)
-        if overlap.theirs.strides != (1,):
-            source = self._elements(rank, entry, start, stop)
-            _view(target, overlap.shape, overlap.mine).copy_(
-                _view(source, overlap.shape, BoxStrides(0, overlap.theirs.strides))
+    def _check_holes(self, rank: int) -> None:
+        """Values need memory that no model bounds. So a file must have about as many bytes on the disk."""
+        part, on_disk = self.index.parts[rank], self._file(rank).bytes_on_disk
+        needed = sum(entry.nbytes for entry in part.entries if entry.kind == tensor_kind(rank))
+        if needed > on_disk + FREE_HOLES:
+            raise CheckpointError(
+                f"{self.index.folder / data_file(rank)} has values of {size_text(needed)}, and takes "
+                f"{size_text(on_disk)} on the disk: it is forged, or parts of it were lost"
             )
-            return
+
+    def _copy(self, rank: int, entry: Entry, overlap: Overlap, target: Tensor) -> None:
         step = CHUNK // entry.dtype.itemsize
+        if overlap.theirs.strides != (1,):
+            for part in divide(overlap, step):
+                start, stop = part.theirs.offset, part.theirs.end(part.shape)
+                source = self._elements(rank, entry, start, stop)
+                _view(target, part.shape, part.mine).copy_(
+                    _view(source, part.shape, BoxStrides(0, part.theirs.strides))
+                )
+            return
+        start, stop = overlap.theirs.offset, overlap.theirs.end(overlap.shape)
         into = overlap.mine.offset - start
         while start < stop:  # chunk by chunk: what was just checked is still in the processor's cache
             end = min((start // step + 1) * step, stop)
@@ -192,31 +257,71 @@ class CheckpointReader:
             start = end
 
     def _elements(self, rank: int, entry: Entry, start: int, stop: int) -> Tensor:
-        first, last = start * entry.dtype.itemsize, stop * entry.dtype.itemsize
-        for number in range(first // CHUNK, -(-last // CHUNK)):
-            self._check(rank, entry, number)
-        return self._data(rank)[entry.offset + first : entry.offset + last].view(entry.dtype)
+        """Elements of a range, in memory. They lie in one chunk, or in two."""
+        step = CHUNK // entry.dtype.itemsize
+        parts = [
+            self._chunk(rank, entry, number).view(entry.dtype)[max(0, start - number * step) : stop - number * step]
+            for number in _numbers(entry, start, stop)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _map(index: Index, rank: int) -> Tensor:
-    """The data of a rank's file, without the header."""
-    part = index.parts[rank]
-    with _opened(index, part) as opened:
-        if part.size == part.header:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # as torch wants it; never written
-    return torch.frombuffer(mapped, dtype=torch.uint8, offset=part.header)
+def _numbers(entry: Entry, start: int, stop: int) -> range:
+    """The numbers of the chunks that have these elements of a range."""
+    step = CHUNK // entry.dtype.itemsize
+    return range(start // step, -(-stop // step))
 
 
-def _check_chunk(index: Index, data: Any, rank: int, entry: Entry, number: int) -> None:
-    """Compares the checksum of one chunk of a range."""
+class _DataFile:
+    """A rank's data file. Its bytes are read into memory: a mapped file that becomes shorter would end the process."""
+
+    def __init__(self, index: Index, rank: int) -> None:
+        part = index.parts[rank]
+        self._path, self._header = index.folder / data_file(rank), part.header
+        with _opened(index, part) as opened:
+            self._descriptor = os.dup(opened.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes that the disk has for the file. The file's size, where the file system does not say."""
+        status = os.fstat(self._descriptor)
+        return status.st_blocks * DISK_BLOCK or status.st_size
+
+    @property
+    def last_write(self) -> tuple[int, int]:
+        """Changes if somebody writes to the file."""
+        status = os.fstat(self._descriptor)
+        return status.st_mtime_ns, status.st_size
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Bytes of the file, counted from the end of the header."""
+        data = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+        rest, place = bytes_of(data), self._header + begin
+        while rest:
+            try:
+                count = os.preadv(self._descriptor, [rest], place)
+            except OSError as error:
+                raise CheckpointError(f"{self._path} cannot be read: {error}") from error
+            if count == 0:
+                raise CheckpointError(f"{self._path} became shorter while it was read: it ends before byte {place + 1}")
+            rest, place = rest[count:], place + count
+        return data
+
+
+def _read_chunk(index: Index, file: Any, good: set[tuple[object, ...]], rank: int, entry: Entry, number: int) -> Tensor:
+    """Reads one chunk of a range and compares its checksum, unless it is known as good and nobody wrote since."""
     begin = entry.offset + number * CHUNK
-    end = min(begin + CHUNK, entry.offset + entry.nbytes)
-    if zlib.crc32(bytes_of(data(rank)[begin:end])) != entry.checksums[number]:
-        raise CheckpointError(
-            f"{index.folder / data_file(rank)} is damaged: {entry.name!r} ({entry.kind}) has another checksum than "
-            f"when it was written, near byte {index.parts[rank].header + begin}"
-        )
+    data: Tensor = file(rank).read(begin, min(begin + CHUNK, entry.offset + entry.nbytes))
+    key = rank, entry.offset, number, file(rank).last_write
+    if key not in good:
+        if zlib.crc32(bytes_of(data)) != entry.checksums[number]:
+            raise CheckpointError(
+                f"{index.folder / data_file(rank)} is damaged: {title(entry.name, entry.kind)} has another "
+                f"checksum than when it was written, near byte {index.parts[rank].header + begin}"
+            )
+        good.add(key)
+    return data
 
 
 @contextlib.contextmanager

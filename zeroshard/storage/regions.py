@@ -143,8 +143,31 @@ def _strided(sides: Sides, cut: Cut) -> BoxStrides:
     return BoxStrides(cut.offset + sum(step * stride for step, stride in zip(steps, strides, strict=True)), strides)
 
 
+def divide(overlap: Overlap, most: int) -> Iterator[Overlap]:
+    """An overlap in parts. The elements of a part lie within ``most`` elements of the other region's memory."""
+    shape, mine, theirs = overlap
+    if theirs.end(shape) - theirs.offset <= most:
+        yield overlap
+        return
+    axis = next(axis for axis, size in enumerate(shape) if size > 1)
+    middle = shape[axis] // 2
+    for start, stop in ((0, middle), (middle, shape[axis])):
+        yield from divide(
+            Overlap(
+                (*shape[:axis], stop - start, *shape[axis + 1 :]),
+                BoxStrides(mine.offset + start * mine.strides[axis], mine.strides),
+                BoxStrides(theirs.offset + start * theirs.strides[axis], theirs.strides),
+            ),
+            most,
+        )
+
+
 def flaw(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
-    """None if regions have every element of a parameter exactly once; otherwise a text that says what is wrong."""
+    """None if regions have every element of a parameter exactly once; otherwise a text that says what is wrong.
+
+    The boxes of the regions must be the cells of a grid, as tensor parallelism cuts them. So no box is compared with
+    all others: an index may have any number of boxes.
+    """
     by_box: dict[Sides, list[Region]] = {}
     for region in regions:
         if numel_of(region.sides):  # a region of an empty box lacks nothing and overlaps nothing
@@ -153,9 +176,11 @@ def flaw(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
     total = sum(map(numel_of, boxes))
     if total > math.prod(shape):
         return "parts of it overlap"
-    for place, box in enumerate(boxes):
-        if any(intersect(box, other) for other in boxes[:place]):
-            return "parts of it overlap"
+    if total != math.prod(shape):
+        return "parts of it are missing"
+    if boxes and not _is_grid(shape, boxes):
+        return "parts of it overlap, or are not the cells of a grid"
+    for box in boxes:
         end = 0
         for region in sorted(by_box[box], key=lambda region: region.start):
             if region.start < end:
@@ -165,4 +190,16 @@ def flaw(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
             end = region.stop
         if end != numel_of(box):
             return f"elements from {end} on are missing"
-    return "parts of it are missing" if total != math.prod(shape) else None
+    return None
+
+
+def _is_grid(shape: Sequence[int], boxes: Sequence[Sides]) -> bool:
+    """True if different boxes are all cells of a grid: the sides in every dimension lie one after the other."""
+    cells = 1
+    for size, sides in zip(shape, zip(*boxes, strict=True), strict=False):
+        ranges = sorted(set(sides))
+        cells *= len(ranges)
+        edges = [0, *(stop for _, stop in ranges)]
+        if [start for start, _ in ranges] != edges[:-1] or edges[-1] != size:
+            return False
+    return cells == len(boxes)

@@ -7,20 +7,31 @@ later is checked here: its parts, its type, and that a number is finite. An erro
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..comm.fabric import Fabric
-from ..config.optimizers import SCALARS, SUPPORTED
+from ..config.optimizers import (
+    AMOUNT,
+    FINITE,
+    NOT_NEGATIVE,
+    OF_SCHEDULERS,
+    SCALARS,
+    SUPPORTED,
+    Bounds,
+    States,
+)
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime
+from ..system.words import line, quoted
 from .contents import buffers_of, name_of
-from .format import BUFFER, SHOWN, VALUE, CheckpointError, InvalidIndexError, Part, state_name, tensor_kind
+from .elements import Demand
+from .format import BUFFER, SHOWN, VALUE, CheckpointError, InvalidIndexError, Part, state_name, tensor_kind, title
 from .random_state import Predecessor
 from .read import Index
 from .values import EncodingError, decode
@@ -28,6 +39,10 @@ from .values import EncodingError, decode
 HOW_TO_COMPUTE = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Settings that say how an optimizer computes, not what. The run that loads uses its own."""
 NAMES_IN_A_MESSAGE = 3
+MOST_STATES = 16
+"""More states than any optimizer has for a parameter."""
+STEP_DTYPES = (torch.float32, torch.float64)
+"""The dtypes in which torch's optimizers count steps. Others count only to a few hundred."""
 
 T = TypeVar("T")
 
@@ -42,7 +57,7 @@ def decoded(file: Path, value: Any, where: str, large: Callable[[str], Tensor]) 
 
 def no_tensor(name: str) -> Tensor:
     """Raises. Given to ``decoded`` for values that have no large tensor."""
-    raise EncodingError(f"there is a large tensor, {name!r}, where none can be")
+    raise EncodingError(f"there is a large tensor, {quoted(name)}, where none can be")
 
 
 @dataclass(frozen=True)
@@ -54,8 +69,7 @@ class Node:
     value: Any
 
     def fault(self, wanted: str) -> InvalidIndexError:
-        shown = repr(self.value)
-        return InvalidIndexError(f"{self.file}: {self.where} is {shown[:60]}{'…' * (len(shown) > 60)}, not {wanted}")
+        return InvalidIndexError(f"{self.file}: {line(self.where)} is {quoted(self.value, 60)}, not {wanted}")
 
     def must(self, good: bool, wanted: str) -> None:
         if not good:
@@ -92,14 +106,14 @@ class Node:
     def count(self) -> None:
         self.must(type(self.value) is int and 0 <= self.value < 2**63, "a count")
 
-    def number(self, *, finite: bool = True) -> Any:
+    def number(self, bounds: Bounds = FINITE) -> Any:
         """A number, or a tensor of one element."""
         value = self.value
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             value = value.item()
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         self.must(is_number and value == value, "a number")
-        self.must(not finite or abs(value) <= sys.float_info.max, "a finite number")
+        self.must(bounds.allow(value), str(bounds))
         return value
 
 
@@ -126,17 +140,17 @@ def check_index(index: Index, shared: Any, optimizer: ShardedOptimizer | None) -
     scalars = Node(index.file, "scalars", index.scalars)
     for name in scalars.table():
         if name not in index.kinds:
-            raise InvalidIndexError(f"{index.file}: scalars has {name!r}, which is no parameter")
+            raise InvalidIndexError(f"{index.file}: scalars has {quoted(name)}, which is no parameter")
     for group, mine in zip(node["groups"], optimizer.param_groups, strict=False):
-        _check_settings(group["settings"], mine, optimizer.defaults if known else {"lr": None})
-        for name in group["parameters"].texts():
-            _check_states(index, name, scalars, None if known is None else known.under(group["settings"].value))
+        _check_settings(group["settings"], mine, optimizer.defaults, known)
+        for name in dict.fromkeys(group["parameters"].texts()):
+            _check_states(index, name, scalars, known, group["settings"].value)
 
 
 def _check_floating(index: Index, name: str, kind: str) -> None:
     if not index.dtype(name, kind).is_floating_point:
         raise InvalidIndexError(
-            f"{index.file}: {name!r} ({kind}) is of {index.dtype(name, kind)}, not of floating-point numbers"
+            f"{index.file}: {title(name, kind)} is of {index.dtype(name, kind)}, not of floating-point numbers"
         )
 
 
@@ -158,40 +172,65 @@ def _check_shared(shared: Node) -> None:
         host["micro_batches"].count()
 
 
-def _check_settings(settings: Node, mine: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Settings that this optimizer knows must be of the types of its own: a number, numbers, or True and False."""
-    for key in known.keys() & settings.table().keys() & mine.keys() - HOW_TO_COMPUTE:
-        there, here = settings[key], mine[key]
+def _check_settings(settings: Node, mine: Mapping[str, Any], defaults: Mapping[str, Any], known: States | None) -> None:
+    """Settings that this optimizer knows must be of the types of its own, and numbers with which it can step.
+
+    Of an optimizer that is not torch's own, only the learning rate is known.
+    """
+    names = {"lr"} if known is None else defaults.keys() | OF_SCHEDULERS
+    for key in names & settings.table().keys() - HOW_TO_COMPUTE:
+        there, here = settings[key], mine.get(key, 0.0 if key in OF_SCHEDULERS else None)
+        bounds = FINITE if known is None else known.bounds_of(key)
         if isinstance(there.value, bool) and isinstance(here, int):  # torch takes True for 1
             continue
         if isinstance(here, bool):
             there.must(isinstance(there.value, int), "True or False")
         elif isinstance(here, int | float | Tensor):
-            there.number(finite=key == "lr")
+            there.number(bounds)
         elif isinstance(here, tuple | list):
             there.must(isinstance(there.value, tuple | list) and len(there.value) == len(here), f"{len(here)} numbers")
             for entry in there:
-                entry.number(finite=False)
+                entry.number(bounds)
 
 
-def _check_states(index: Index, name: str, scalars: Node, expected: tuple[str, ...] | None) -> None:
+def _check_states(index: Index, name: str, scalars: Node, known: States | None, settings: Mapping[str, Any]) -> None:
     """A parameter must have every state that is expected, or no state at all if it has made no step."""
     moments = {state: kind for kind in index.kinds.get(name, ()) if (state := state_name(kind)) is not None}
-    where = f"scalars of {name!r}"
+    where = f"scalars of {quoted(name)}"
     own = Node(scalars.file, where, decoded(scalars.file, scalars.value.get(name, {}), where, no_tensor))
     own.table()
-    if expected is None:  # not torch's own optimizer: its states are not known here
+    if len(moments) > MOST_STATES:  # each takes as much memory as the parameter
+        raise InvalidIndexError(f"{scalars.file}: {quoted(name)} has {len(moments)} states, more than any optimizer")
+    if known is None:  # not torch's own optimizer: its states are not known here
         return
     for kind in moments.values():
         _check_floating(index, name, kind)
     if not moments and not own.value:
         return
+    expected = known.under(settings)
     for state in expected:
         if state in SCALARS:
-            number = own[state].number()
-            own[state].must(number >= 0 or state != "step", "a count of steps")
+            _check_scalar(state, own[state])
         elif state not in moments:
-            raise InvalidIndexError(f"{scalars.file}: {name!r} lacks {state!r}, which the optimizer has had for it")
+            raise InvalidIndexError(
+                f"{scalars.file}: {quoted(name)} lacks {state!r}, which the optimizer has had for it"
+            )
+    for state in own.value.keys() & {*known.always, *known.by_setting.values()} - SCALARS:
+        raise own[state].fault("a scalar: the state has one element for each of the parameter's")
+
+
+def _check_scalar(state: str, node: Node) -> None:
+    """A state that belongs to a parameter as a whole must be a tensor, with a number that steps can go on from."""
+    number = node.number()
+    node.must(state != "step" or (0 <= number < 2**53 and number == int(number)), "a count of steps")
+    node.must(number >= 0, str(AMOUNT))
+    node.must(isinstance(node.value, Tensor) and node.value.dtype in STEP_DTYPES, "a tensor of fp32")
+
+
+def demand_on(kind: str, optimizer: ShardedOptimizer | None, *, allow_nonfinite: bool) -> Demand:
+    """What the elements of a range must be, so that this optimizer can go on with them."""
+    known = optimizer is not None and type(optimizer.unsharded) in SUPPORTED
+    return Demand.of(kind, not_negative=known and state_name(kind) in NOT_NEGATIVE, allow_nonfinite=allow_nonfinite)
 
 
 def check_about(index: Index) -> dict[str, Any]:
@@ -237,36 +276,45 @@ def check_fits(index: Index, runtime: Runtime, optimizer: ShardedOptimizer | Non
             raise _unfit(index, f"has {what} {_some(unknown)}, which the model has not")
         for name, shape in ours.items():
             if theirs[name] != shape:
-                raise _unfit(index, f"has {what} {name!r} of shape {list(theirs[name])}, the model of {list(shape)}")
+                raise _unfit(
+                    index, f"has {what} {name!r} of shape {quoted(list(theirs[name]))}, the model of {list(shape)}"
+                )
     if optimizer is None:
         return
     if not shared:
         raise _unfit(index, "has no optimizer; load it with optimizer=None")
     kind = type(optimizer.unsharded).__name__
     if shared["optimizer"] != kind:
-        raise _unfit(index, f"was saved with {shared['optimizer']}, and this run has {kind}, whose states differ")
+        raise _unfit(
+            index, f"was saved with {line(shared['optimizer'], 60)}, and this run has {kind}, whose states differ"
+        )
     names = {id(p): name_of(name) for name, p in runtime.model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved: list[list[str]] = [group["parameters"] for group in shared["groups"]]
     if groups != saved:
         raise _unfit(
             index,
-            f"has the optimizer's groups divided otherwise ({[len(group) for group in saved]} parameters, here "
-            f"{[len(group) for group in groups]}); build it with the same groups",
+            f"has the optimizer's groups divided otherwise ({quoted([len(group) for group in saved])} parameters, "
+            f"here {quoted([len(group) for group in groups])}); build it with the same groups",
         )
     for name, kind in index.places:
         state = state_name(kind)
         if state is not None and not optimizer.piece_states.takes(state):
             raise _unfit(
-                index, f"has {state!r} of {name!r}, which the host's optimizer has not; load it without offload"
+                index,
+                f"has {quoted(state)} of {quoted(name)}, which the host's optimizer has not; load it without offload",
             )
 
 
-def check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric, predecessor: Predecessor) -> None:
+def check_given(
+    index: Index, scheduler: Any, state: Any, loader: Any, fabric: Fabric, predecessor: Predecessor
+) -> None:
     """Scheduler and loader must be able to take a state, and the checkpoint must have one for them.
 
+    ``state``: the scheduler's, which may have no entry that the scheduler has not now.
+
     Raises:
-        CheckpointError: a state is missing, or belongs to another number of ranks.
+        CheckpointError: a state is missing, has too much, or belongs to another number of ranks.
     """
     for name, thing, there in (
         ("scheduler", scheduler, "scheduler" in index.values),
@@ -276,6 +324,8 @@ def check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric, prede
             raise _unfit(index, f"has no {name}, so leave {name}= out")
         if thing is not None and not callable(getattr(thing, "load_state_dict", None)):
             raise CheckpointError(f"{name}: a {type(thing).__name__} has no load_state_dict(); nothing was loaded")
+    if callable(getattr(scheduler, "state_dict", None)):
+        _check_entries(index, "scheduler", state, scheduler.state_dict())
     if loader is not None and predecessor.rearranged:
         first, *others = map(_position, index.parts)
         if any(other != first for other in others):
@@ -284,6 +334,27 @@ def check_given(index: Index, scheduler: Any, loader: Any, fabric: Fabric, prede
                 f"holds the data's position of {len(index.parts)} ranks, each its own, and this run has "
                 f"{fabric.world}, or divides the model otherwise; leave loader= out, and set the position yourself",
             )
+
+
+def _check_entries(index: Index, where: str, theirs: Any, mine: Any) -> None:
+    """A table must have no entry that this run's has not. Also looks into lists of tables: schedulers of schedulers.
+
+    torch's schedulers take every entry as an attribute. An entry called ``step`` would replace a method.
+    """
+    if isinstance(mine, dict):
+        if not isinstance(theirs, dict):
+            raise _unfit(index, f"has {where} that is {quoted(theirs, 60)}, not a table")
+        if unknown := [key for key in theirs if key not in mine]:
+            raise _unfit(
+                index,
+                f"has {where} with {_some(unknown)}, which the {where} of this run has not. Was it of another kind? "
+                "Give that, or leave scheduler= out",
+            )
+        for key, entry in theirs.items():
+            if isinstance(mine[key], list | tuple) and isinstance(entry, list | tuple):
+                for place, (one, other) in enumerate(zip(entry, mine[key], strict=False)):
+                    if isinstance(other, dict) and isinstance(one, dict):
+                        _check_entries(index, f"{where}.{key}[{place}]", one, other)
 
 
 def _position(part: Part) -> object:
@@ -298,7 +369,7 @@ def _unfit(index: Index, text: str) -> CheckpointError:
     return CheckpointError(f"{index.folder} {text}; nothing was loaded")
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:NAMES_IN_A_MESSAGE]))
+def _some(names: Sequence[object]) -> str:
+    shown = ", ".join(map(quoted, names[:NAMES_IN_A_MESSAGE]))
     more = len(names) - NAMES_IN_A_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

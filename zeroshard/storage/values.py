@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .format import DTYPES, SAFETENSORS, CheckpointError
+from ..system.words import quoted
+from .format import DTYPES, SAFETENSORS, CheckpointError, shape_from
 
 SMALL_BYTES = 1024
 """Bytes of the largest tensor whose bits stand in the JSON."""
@@ -26,6 +27,8 @@ TAG = "$"
 
 NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 """All dtypes of torch, by name: a value may be a dtype that no tensor in a checkpoint has."""
+MOST_OF_ONE_HASH = 1000
+"""Keys of a table that may have the hash of another key. Python compares each of them with all others."""
 LARGEST_INT_BITS = 14_000
 """Python turns integers of up to 4300 digits into text and back."""
 
@@ -119,10 +122,11 @@ def _decode_tagged(value: dict[str, Any], where: str, large: Callable[[str], Ten
         case "tuple":
             return tuple(decode(entry, where, large, depth + 1) for entry in value["items"])
         case "dict" | "counter":
-            made = {
-                decode(key, where, large, depth + 1): decode(entry, where, large, depth + 1)
-                for key, entry in value["items"]
-            }
+            keys = [decode(key, where, large, depth + 1) for key, _ in value["items"]]
+            if len(keys) - len({hash(key) for key in keys}) > MOST_OF_ONE_HASH:
+                raise EncodingError(f"{where} holds a table with keys that were chosen to make it slow")
+            entries = (decode(entry, where, large, depth + 1) for _, entry in value["items"])
+            made = dict(zip(keys, entries, strict=True))
             return Counter(made) if value[TAG] == "counter" else made
         case "dtype":
             return NAMED[value["value"]]
@@ -132,8 +136,8 @@ def _decode_tagged(value: dict[str, Any], where: str, large: Callable[[str], Ten
             return large(str(value["name"]))
         case "tensor":
             bits = bytes.fromhex(value["bits"])
-            dtype, shape = DTYPES[value["dtype"]], [int(size) for size in value["shape"]]
+            dtype, shape = DTYPES[value["dtype"]], shape_from(value["shape"])
             if len(bits) > SMALL_BYTES or len(bits) != math.prod(shape) * dtype.itemsize:
-                raise EncodingError(f"{where} holds a tensor of {shape} with {len(bits)} bytes")
+                raise EncodingError(f"{where} holds a tensor of {quoted(list(shape))} with {len(bits)} bytes")
             return torch.tensor(list(bits), dtype=torch.uint8, device="cpu").view(dtype).reshape(shape)
-    raise EncodingError(f"{where} holds a {value[TAG]!r}, which this version does not know")
+    raise EncodingError(f"{where} holds a {quoted(value[TAG])}, which this version does not know")
