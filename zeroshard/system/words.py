@@ -46,7 +46,7 @@ def _parts(value: object, most: int, depth: int) -> Iterator[str]:
     if isinstance(value, str) and kind is str:
         yield repr(value if len(value) <= 2 * most else value[:most] + value[-most:])
     elif isinstance(value, bytes) and kind is bytes:
-        yield repr(value if len(value) <= 2 * most else value[:most] + value[-most:])
+        yield repr(value[:most] + value[-most:] if len(value) > 2 * most else value)
     elif isinstance(value, int) and value.bit_length() > LARGEST_INT_BITS:
         yield f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
     elif kind not in BRACKETS or not value:
