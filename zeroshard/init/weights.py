@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..config.layout import Slot
 from ..states.flat import Flat
 from ..system.parse import LARGEST_JSON, parse_json, read_start
-from ..system.words import quoted
+from ..system.words import quoted, word
 from .safetensors_file import DTYPES, DiskTensor, Elements, read_header
 
 SINGLE = "model.safetensors"
@@ -41,7 +41,6 @@ READ_BYTES = 1 << 20
 Larger buffers would leave holes between the shards that no shard fits into.
 """
 NAMES_IN_A_MESSAGE = 5
-LONGEST_WORD = 120
 
 
 class Weights:
@@ -114,7 +113,7 @@ class Weights:
             return
         if EXACT.get(entry.dtype) is not tensor.dtype:
             raise self._error(
-                f"{quoted(name)} is {_word(entry.dtype)} in {entry.file.name}, which does not convert to "
+                f"{quoted(name)} is {word(entry.dtype)} in {entry.file.name}, which does not convert to "
                 f"{tensor.dtype}; quantised weights must be dequantised first"
             )
 
@@ -175,7 +174,7 @@ def _contents(path: Path) -> dict[str, DiskTensor]:
     headers = {file: read_header(path / file) for file in dict.fromkeys(place_of.values())}
     for name, file in place_of.items():
         if name not in headers[file]:
-            raise ValueError(f"{path / INDEX} says that {quoted(name)} is in {_word(file)}, which does not have it")
+            raise ValueError(f"{path / INDEX} says that {quoted(name)} is in {word(file)}, which does not have it")
     return {name: headers[file][name] for name, file in place_of.items()}
 
 
@@ -217,8 +216,3 @@ def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(map(quoted, names[:NAMES_IN_A_MESSAGE]))
     more = len(names) - NAMES_IN_A_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _word(text: str) -> str:
-    """A word of a file as it is, or quoted if it is not printable or long."""
-    return text if text.isprintable() and len(text) < LONGEST_WORD else quoted(text)

@@ -30,6 +30,15 @@ def quoted(value: object, most: int = 120) -> str:
     return _cut(_printable(text), most)
 
 
+def word(text: str, most: int = 120) -> str:
+    r"""A name as it is; quoted if it is long, empty, or has characters that cannot be printed.
+
+    >>> print(word("layer.0"), word("two\nlines"))
+    layer.0 'two\nlines'
+    """
+    return text if 0 < len(text) <= most and text.isprintable() else quoted(text, most)
+
+
 def printable(text: str) -> str:
     r"""A text for a terminal: control characters are written as escapes, except the ends of lines.
 
