@@ -190,8 +190,9 @@ def test_a_name_in_a_configuration_does_nothing_to_a_terminal(
         (b'{"model_type": "gpt2", "model_type": "llama"}', "a table has the key 'model_type' twice"),
         (b'{"model_type": "\xff"}', "is not UTF-8"),
         (b'{"model_type": ' + b"1" * 5000 + b"}", "not JSON: Exceeds the limit"),
+        (b" " * 10_000_001, "it has more than 10,000,000 bytes"),
     ],
-    ids=["twice", "no utf-8", "digits"],
+    ids=["twice", "no utf-8", "digits", "large"],
 )
 def test_a_configuration_that_is_no_json_is_named(content: bytes, told: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config.checks import nearest
-from ..system.parse import LARGEST_JSON, parse_json, read_start
+from ..system.parse import parse_json, read_start
 from ..system.words import quoted, word
 from .shape import MOST_LAYERS, Activation, Habits, ModelError, Transformer
 
+LARGEST_CONFIG = 10_000_000
+"""Bytes of a configuration."""
 LARGEST_SIZE = 1 << 31
 """The largest value of a size."""
 
@@ -224,7 +226,7 @@ def architecture(kind: str, read: ConfigReader) -> Architecture:
 def read_config(file: Path) -> Architecture:
     """Reads a ``config.json``."""
     try:
-        values = parse_json(read_start(file, LARGEST_JSON))
+        values = parse_json(read_start(file, LARGEST_CONFIG))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ModelError(f"--model {file}: {reason}") from None
