@@ -243,7 +243,7 @@ def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: 
             raise ValueError(f"{path}.{key}={quoted(value)} must be a positive number")
         if value != 0 and not SMALLEST <= value <= LARGEST:
             raise ValueError(f"{path}.{key}={quoted(value)} must be from {SMALLEST:g} to {LARGEST:g}")
-        if key == "sockets" and not (isinstance(value, int) and 1 <= value <= MOST_DEVICES):
+        if key == "sockets" and not (value % 1 == 0 and 1 <= value <= MOST_DEVICES):
             raise ValueError(f"{path}.{key}={quoted(value)} must be a whole number, from 1 to {MOST_DEVICES:,}")
     missing = [key for key in known if key not in values and key not in optional]
     if missing:

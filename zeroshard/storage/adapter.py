@@ -51,7 +51,7 @@ class Adapter:
                 f"adapter {quoted(name)} is {quoted(kind)}, and only LoRA is exported; save it with PEFT instead"
             )
         made = cls(name, config)
-        made._check()
+        made.check()
         return made
 
     def scale(self, module: str, rank: int) -> float:
@@ -85,7 +85,8 @@ class Adapter:
         whole, name = found.groups()
         return module == name or (not whole and module.endswith(f".{name}"))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Every value that an export uses must make sense. Raises InvalidIndexError."""
         for key, value in self._values("r", "rank_pattern"):
             if type(value) is not int or not 0 < value < LARGEST_RANK:
                 raise self._fault(key, value, f"a whole number, from 1 to below {LARGEST_RANK}")
