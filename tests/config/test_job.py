@@ -103,6 +103,62 @@ def test_true_is_not_a_number(tmp_path: Path) -> None:
     assert problems(tmp_path, "[train]\nsteps = true\n") == ("train.steps: must be a whole number, is True",)
 
 
+HUGE = "1" + "0" * 400
+
+HOSTILE = {
+    f"[train]\nlr = {HUGE}": "train.lr: must be a number that fits into 64 bits, is (an integer of 1329 bits)",
+    f"[train]\nlr = -{HUGE}": "train.lr: must be a number that fits into 64 bits, is -(an integer of 1329 bits)",
+    "[train]\nlr = 1e400": "train.lr: must be above 0, and finite, is inf",
+    "[train]\nlr = nan": "train.lr: must be above 0, and finite, is nan",
+    "[train]\nlr = true": "train.lr: must be a number, is True",
+    "[train]\nweight_decay = inf": "train.weight_decay: must be below 2**63, is inf",
+    "[train]\nweight_decay = nan": "train.weight_decay: must be at least 0, is nan",
+    f"[train]\nsteps = {HUGE}": "train.steps: must be below 2**63, is (an integer of 1329 bits)",
+    f"[train]\nsteps = 0x{'f' * 3900}": "train.steps: must be below 2**63, is (an integer of 15600",
+    f"[train]\nseed = {1 << 64}": f"train.seed: must be a whole number, from 0 to below 2**64, is {1 << 64}",
+    f"[model]\nhidden = {1 << 63}": f"model.hidden: must be below 2**63, is {1 << 63}",
+    f"[model]\nvocabulary = {HUGE}": "model.vocabulary: must be below 2**63, is (an integer of 1329 bits)",
+    f"[shard]\nprefetch = {HUGE}": "shard.prefetch: prefetch=(an integer of 1329 bits) must be below 2**63",
+    f"[shard.offload]\nthreads = {HUGE}": "shard.offload: offload.threads=(an integer of 1329 bits) must be below",
+    f"[shard]\nstage = {HUGE}": "shard.stage: stage=(an integer of 1329 bits) must be 0, 1, 2, 3",
+    f"[data]\nfolder = '{'x' * 3000}'": "data.folder: must be an existing folder, is 'xxx",
+    '[data]\nfolder = "a\\u0000b"': r"data.folder: must be an existing folder, is 'a\x00b'",
+    f"[shard]\nkeep = ['{'x' * 3000}']\nstage = 1": "shard.keep: keep=('xxx",
+    '[train]\ndevice = "\\u001b[2J"': r"train.device: must be one of auto, cpu, cuda, is '\x1b[2J'",
+    '"\\u001b[2J" = 1': r"'\x1b[2J': unknown key",
+    '[train]\n"\\u001b[2J" = 1': r"train.'\x1b[2J': unknown key",
+    '[shard]\n"\\u001b[2J" = 1': r"shard.'\x1b[2J': unknown key",
+    '[shard.offload]\n"\\u001b[2J" = 1': r"shard.offload: offload.'\x1b[2J' is unknown",
+    'shard = "\\u001b[2J"': r"shard: must be a table, is '\x1b[2J'",
+    f"a = {'[' * 3000}": "not TOML: it is nested too deep",
+    f"[train]\nlr = {'1' * 5000}": "line 2 has more than 4,000 bytes",
+    "#\n" * 60_000: "it has more than 100,000 bytes",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text[:40]))
+def test_a_value_that_nobody_means_is_refused_by_its_key(text: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError) as caught:
+        load_job(write(tmp_path, text))
+    (problem,) = caught.value.problems
+    assert problem.startswith(HOSTILE[text])
+    assert problem.isprintable()
+    assert len(problem) < 1000
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"[train]\nlr = '\xff'")
+    with pytest.raises(JobError, match=r"job\.toml cannot be used:\n  not TOML: byte 14 is not UTF-8"):
+        load_job(str(tmp_path / "job.toml"))
+
+
+@pytest.mark.parametrize("value", ["[" * 3000, "1" * 5000])
+def test_an_override_that_is_no_toml_is_refused_as_a_text(value: str) -> None:
+    with pytest.raises(JobError, match=r"train\.lr: must be a number, is '"):
+        load_job("tiny", dict([parse_override(f"train.lr={value}")]))
+
+
 def test_text_that_is_not_toml_says_where(tmp_path: Path) -> None:
     (found,) = problems(tmp_path, "[model\n")
     assert found.startswith("not TOML: ")

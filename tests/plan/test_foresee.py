@@ -167,7 +167,7 @@ def test_a_measured_profile_of_this_machine_is_taken(tmp_path: Path, monkeypatch
     assert said is not None
     assert "as on the one at hand" in said
     file.write_text("nonsense")
-    with pytest.warns(UserWarning, match=r"is not TOML.*measure anew with `zeroshard plan --calibrate`"):
+    with pytest.warns(UserWarning, match=r"not TOML.*measure anew with `zeroshard plan --calibrate`"):
         advise(gpu(80, title="Some GPU"), 8, stage="auto")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from zeroshard.cli.main import main
 from zeroshard.config.job import ModelConfig
 from zeroshard.plan.huggingface import HUGGINGFACE
 from zeroshard.plan.models import describe, find_model
@@ -135,6 +137,68 @@ def test_a_configuration_that_contradicts_itself_is_refused_by_the_key(
     with pytest.raises(ModelError) as raised:
         find_model(str(file))
     assert told in str(raised.value)
+    assert str(file) in str(raised.value)
+
+
+ESCAPE = "\x1b]0;owned\x07"
+SHOWN = r"'\x1b]0;owned\x07'"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("model_type", ESCAPE, f"model_type {SHOWN} is not known"),
+        ("n_layer", ESCAPE, f"n_layer (a positive whole number, not {SHOWN})"),
+        ("n_layer", 10**400, "n_layer of at most 2,048 (not (an integer of 1329 bits))"),
+        ("n_layer", True, "n_layer (a positive whole number, not True)"),
+        ("n_layer", float("nan"), "n_layer (a positive whole number, not nan)"),
+        ("n_embd", "x" * 10**6, "n_embd (a positive whole number, not 'xxx"),
+        ("use_cache", ESCAPE, f"use_cache (true or false, not {SHOWN})"),
+        ("resid_pdrop", float("inf"), "resid_pdrop (a number from 0 to 1, not inf)"),
+        ("resid_pdrop", float("nan"), "resid_pdrop (a number from 0 to 1, not nan)"),
+        ("resid_pdrop", ESCAPE, f"resid_pdrop (a number from 0 to 1, not {SHOWN})"),
+        ("activation_function", ESCAPE, f"activation_function {SHOWN} is not known"),
+        ("activation_function", [[ESCAPE]], f"activation_function [[{SHOWN}]] is not known"),
+    ],
+)
+def test_words_of_a_configuration_do_nothing_to_a_terminal(key: str, value: Any, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", **CONFIGS["gpt2"], key: value}))
+    with pytest.raises(ModelError) as raised:
+        find_model(str(file))
+    assert told in str(raised.value)
+    assert str(file) in str(raised.value)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("name", [ESCAPE, f"/{ESCAPE}", "x" * 10**6], ids=["escapes", "path", "long"])
+def test_a_name_in_a_configuration_does_nothing_to_a_terminal(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", **CONFIGS["gpt2"], "_name_or_path": name}))
+    assert main(["plan", "--model", str(file), "--gpus", "8", "--machine", "h200"]) == 0
+    told = capsys.readouterr().out
+    assert told.replace("\n", "").isprintable()
+    assert max(map(len, told.split("\n"))) < 300
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"model_type": "gpt2", "model_type": "llama"}', "a table has the key 'model_type' twice"),
+        (b'{"model_type": "\xff"}', "is not UTF-8"),
+        (b'{"model_type": ' + b"1" * 5000 + b"}", "not JSON: Exceeds the limit"),
+        (b" " * 10_000_001, "it has more than 10,000,000 bytes"),
+    ],
+    ids=["twice", "no utf-8", "digits", "large"],
+)
+def test_a_configuration_that_is_no_json_is_named(content: bytes, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=re.escape(told)) as raised:
+        find_model(str(file))
     assert str(file) in str(raised.value)
 
 

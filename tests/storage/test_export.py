@@ -22,7 +22,8 @@ from tests.training import adamw
 from zeroshard.cli.main import main
 from zeroshard.storage import export as exporting
 from zeroshard.storage import output as outputs
-from zeroshard.storage.export import Adapter, adapter_tensors
+from zeroshard.storage.adapter import Adapter
+from zeroshard.storage.export import adapter_tensors
 from zeroshard.storage.output import Output, WholeTensor
 from zeroshard.system import machine
 
@@ -152,7 +153,7 @@ class Named:
         self.names = list(names)
 
     def recipe(self, name: str, new_name: str) -> exporting.Recipe:
-        return exporting.Recipe(WholeTensor(new_name, (1,), torch.float32), lambda: torch.zeros(1))
+        return exporting.Recipe(WholeTensor(new_name, (1,), torch.float32), lambda: torch.zeros(1), name)
 
 
 @pytest.mark.parametrize("adapter", ["a", "model", "q_proj", "lora_A"])

@@ -9,6 +9,7 @@ from ..config.checks import DTYPES
 from ..storage.export import export
 from ..storage.format import CheckpointError, InvalidIndexError
 from ..storage.output import SHARD_BYTES
+from ..system.words import printable
 
 HELP = "write a checkpoint as Hugging Face safetensors"
 DESCRIPTION = """\
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             config=arguments.config,
         )
     except (CheckpointError, OSError) as error:
-        print(f"zeroshard export: {error}", file=sys.stderr)
+        print(f"zeroshard export: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InvalidIndexError) else 1
     for file in files:
         print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..system.words import printable
 from . import doctor, dryrun, export, plan, train
 
 COMMANDS = {"train": train, "plan": plan, "dryrun": dryrun, "export": export, "doctor": doctor}
@@ -42,6 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = COMMANDS[arguments.command].run(arguments)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":  # the other ranks find the same mistake
-            print(f"zeroshard {arguments.command}: {error}", file=sys.stderr)
+            print(f"zeroshard {arguments.command}: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
     return code

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
@@ -35,11 +36,17 @@ from typing import (
 
 import torch
 
+from ..system.words import quoted, word
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the names that configuration files and command lines use."""
 
 Requirement = Callable[[Any], Any]
 """Returns the value that is stored, or raises ``ValueError`` with a text such as "must be at least 1"."""
+
+LARGEST_FLOAT = int(sys.float_info.max)
+LIMIT = 1 << 63
+"""Every number that has a lower bound, such as a count or a size, must be below this."""
 
 WORDS = {
     bool: "True or False",
@@ -86,7 +93,7 @@ class Section:
 
     path: ClassVar[str] = ""
     """What stands before the names of these options in messages."""
-    wording: ClassVar[str] = "{problem}, is {value!r}"
+    wording: ClassVar[str] = "{problem}, is {value}"
     """The message for a wrong value."""
     unknown: ClassVar[str] = "unknown key{nearest}"
     """The message for an unknown name."""
@@ -101,7 +108,7 @@ class Section:
 class Options(Section):
     """A set of options that is checked when it is made."""
 
-    wording = "{path}{name}={value!r} {problem}"
+    wording = "{path}{name}={value} {problem}"
     unknown = "{path}{name} is unknown{nearest}; known: {known}"
     accepted: ClassVar[str] = "a table of options"
     """What may be given for the whole set."""
@@ -132,9 +139,9 @@ S = TypeVar("S", bound=Section)
 def read_table(kind: type[S], table: object, path: str) -> tuple[S, list[str]]:
     """A section from a table of a configuration file, and one line for each mistake, which begins with its key path."""
     if not isinstance(table, Mapping):
-        return kind(), [f"{path}: must be a table, is {table!r}"]
+        return kind(), [f"{path}: must be a table, is {quoted(table)}"]
     section, mistakes = read(kind, table, Section.unknown)
-    return section, [f"{path}.{mistake.options[0].partition('.')[0]}: {mistake.text}" for mistake in mistakes]
+    return section, [f"{path}.{word(mistake.options[0].partition('.')[0])}: {mistake.text}" for mistake in mistakes]
 
 
 def read(kind: type[S], table: Mapping[str, Any], unknown: str) -> tuple[S, list[Mistake]]:
@@ -145,7 +152,13 @@ def read(kind: type[S], table: Mapping[str, Any], unknown: str) -> tuple[S, list
         Mistake(
             (name,),
             kind.gone.get(name)
-            or unknown.format(path=kind.path, name=name, nearest=nearest(str(name), known), known=listed),
+            or unknown.format(
+                path=kind.path,
+                name=word(str(name)),
+                quoted=quoted(name),
+                nearest=nearest(str(name), known),
+                known=listed,
+            ),
         )
         for name in table
         if name not in known
@@ -177,8 +190,8 @@ def examine(section: Section) -> list[Mistake]:
         except OptionError as error:
             value = error.repaired
             mistakes += [Mistake(tuple(f"{entry.name}.{o}" for o in m.options), m.text) for m in error.mistakes]
-        except (ValueError, OverflowError) as error:
-            text = section.wording.format(path=section.path, name=entry.name, value=value, problem=error)
+        except ValueError as error:
+            text = section.wording.format(path=section.path, name=entry.name, value=quoted(value), problem=error)
             mistakes.append(Mistake((entry.name,), text))
             value = entry.default if entry.default_factory is MISSING else entry.default_factory()
         object.__setattr__(section, entry.name, value)
@@ -234,6 +247,8 @@ def _typed(value: Any, kinds: Sequence[Any]) -> Any:
             if isinstance(value, kind) and (is_number or kind is not int):
                 return value
             if kind is float and is_number:
+                if abs(value) > LARGEST_FLOAT:
+                    raise ValueError("must be a number that fits into 64 bits")
                 return float(value)
             words.append(WORDS[kind])
         else:
@@ -272,16 +287,23 @@ def must(text: str, is_right: Callable[[Any], bool]) -> Requirement:
 def whole(least: int, most: int | None = None) -> Requirement:
     """The requirement for a count."""
     if most is None:
-        return must(f"be a whole number, at least {least}", lambda value: value >= least)
+        return _from(least, f"be a whole number, at least {least}")
     return must(f"be a whole number, at least {least} and at most {most}", lambda value: least <= value <= most)
 
 
 def at_least(least: float) -> Requirement:
     """The requirement for a lower bound."""
-    return must(f"be at least {least}", lambda value: value >= least)
+    return _from(least, f"be at least {least}")
+
+
+def _from(least: float, text: str) -> Requirement:
+    enough = must(text, lambda value: value >= least)
+    not_too_much = must("be below 2**63", lambda value: value < LIMIT)
+    return lambda value: not_too_much(enough(value))
 
 
 positive = must("be a positive number", lambda value: 0 < value < math.inf)
+unsigned = must("be a whole number, from 0 to below 2**64", lambda value: 0 <= value < 1 << 64)
 
 
 def list_of(words: str, *kinds: type) -> Requirement:

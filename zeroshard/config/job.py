@@ -8,7 +8,8 @@
 A key that is missing has the default of its dataclass.
 """
 
-import tomllib
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Annotated, Final
 
 import torch
 
-from .checks import DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table
+from ..system.parse import LARGEST_TOML, parse_toml, read_start
+from ..system.words import quoted, word
+from .checks import DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table, unsigned
 from .options import Activations, Config, Precision
 
 DEFAULT_PRESET: Final = "stdlib-10m"
@@ -35,7 +38,9 @@ class ModelConfig(Section):
     heads: Annotated[int, at_least(1)] = 6
     sequence: Annotated[int, at_least(1)] = 256
     """Longest context in tokens. Each position has a learned embedding."""
-    vocabulary: Annotated[int, must("be at least 256, as the corpus is bytes", lambda value: value >= 256)] = 256
+    vocabulary: Annotated[
+        int, must("be at least 256, as the corpus is bytes", lambda value: value >= 256), at_least(256)
+    ] = 256
     """256 for bytes. A larger vocabulary is allowed, and the corpus then leaves the rest unused."""
     tied: bool = True
     """The head is the transposed token embedding, which saves vocabulary × hidden parameters."""
@@ -62,7 +67,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text to train on: the `[data]` table of a configuration."""
 
-    folder: Annotated[str, must("be an existing folder", lambda value: not value or Path(value).is_dir())] = ""
+    folder: Annotated[str, must("be an existing folder", lambda value: not value or os.path.isdir(value))] = ""
     """A folder of text files; empty for the source of Python's standard library."""
     suffixes: Annotated[tuple[str, ...], list_of("strings", str), must("name at least one, as ['.txt']", bool)] = (
         ".py",
@@ -79,12 +84,12 @@ class TrainConfig(Section):
     steps: Annotated[int, at_least(1)] = 160
     batch: Annotated[int, at_least(1)] = 4
     """Sequences per rank and step."""
-    lr: Annotated[float, must("be above 0", lambda value: value > 0)] = 8e-4
+    lr: Annotated[float, must("be above 0, and finite", lambda value: 0 < value < math.inf)] = 8e-4
     """The highest learning rate, reached after the warm-up. A cosine then lowers it to a tenth."""
     warmup: Annotated[float, must("be a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)] = 0.1
     """The share of the steps over which the learning rate rises linearly."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
-    seed: Annotated[int, at_least(0)] = 0
+    seed: Annotated[int, unsigned] = 0
     """Decides the initial parameters, every batch and the sample."""
     evaluate_every: Annotated[int, at_least(1)] = 40
     """Steps between evaluations on held-out files. There is also one before the first step and one after the last."""
@@ -153,12 +158,12 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
     """
     file = _find(source)
     try:
-        tables: dict[str, object] = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(source, [f"not TOML: {error}"]) from None
+        tables: dict[str, object] = parse_toml(read_start(file, LARGEST_TOML))
+    except ValueError as error:
+        raise JobError(source, [str(error)]) from None
     problems = _override(tables, overrides)
     known = [entry.name for entry in fields(Job) if entry.name != "name"]
-    problems += [f"{name}: unknown key{nearest(name, known)}" for name in tables if name not in known]
+    problems += [f"{word(name)}: unknown key{nearest(name, known)}" for name in tables if name not in known]
     model, of_model = read_table(ModelConfig, tables.get("model", {}), "model")
     data, of_data = read_table(DataConfig, tables.get("data", {}), "data")
     train, of_train = read_table(TrainConfig, tables.get("train", {}), "train")
@@ -201,10 +206,10 @@ def parse_override(text: str) -> tuple[str, object]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ValueError(f"{text!r} is not of the form table.key=value")
+        raise ValueError(f"{quoted(text)} is not of the form table.key=value")
     try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key.strip(), parse_toml(f"value = {value}".encode(errors="surrogateescape"))["value"]
+    except ValueError:
         return key.strip(), None if value.strip() == NONE else value.strip()
 
 
@@ -218,7 +223,7 @@ def _override(tables: dict[str, object], overrides: Mapping[str, object]) -> lis
         *names, key = path.split(".")
         table = _table_at(tables, names)
         if not names or not key or table is None:
-            problems.append(f"{path}: an override names a table and a key, for example train.lr=1e-3")
+            problems.append(f"{word(path)}: an override names a table and a key, for example train.lr=1e-3")
         elif value is None:
             table.pop(key, None)
         else:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 import torch
 
 from ..system.cores import MOST_THREADS
-from .checks import Mistake, Options, must, whole
+from .checks import Mistake, Options, must, unsigned, whole
 
 _fraction = must('be a number from 0 to 1, or "auto"', lambda value: value == "auto" or 0 <= value <= 1)
 _moments = must("be torch.float32 or torch.bfloat16", lambda value: value in (torch.float32, torch.bfloat16))
@@ -69,7 +69,7 @@ class Offload(Options):
     """
     host_memory: Annotated[int | None, whole(least=1)] = None
     """Bytes of host memory that this rank may use. By default the free memory, divided by the ranks on this machine."""
-    seed: Annotated[int, whole(least=0)] = 0
+    seed: Annotated[int, unsigned] = 0
     """Seed of the stochastic rounding of bf16 moments."""
     blocking: bool = False
     """``step()`` waits for the host. The results are the same. For timing and debugging."""

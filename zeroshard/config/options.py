@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..system.words import quoted
 from .bounds import DEFAULT_PREFETCH
 from .checks import (
     DTYPES,
@@ -182,7 +183,7 @@ class Activations(Options):
 class Config(Options):
     """Every option of ``shard()``. An option either has an effect or is refused, with the remedy."""
 
-    unknown = "shard() has no option {name!r}{nearest}; options: {known}"
+    unknown = "shard() has no option {quoted}{nearest}; options: {known}"
     gone: ClassVar[Mapping[str, str]] = {
         "arena": "arena is gone, because torch's expandable segments leave less memory unused; use defragment=True"
     }
@@ -304,7 +305,7 @@ class Config(Options):
             why = f"no effect in stage {self.stage}, where parameters are whole at rest"
         else:
             return
-        yield Mistake((name, "stage"), f"{name}={value!r} has {why}; leave it out or use stage=3")
+        yield Mistake((name, "stage"), f"{name}={quoted(value)} has {why}; leave it out or use stage=3")
 
     def _conflicts_with_offload(self, offload: Offload) -> Iterator[Mistake]:
         precision = self.precision

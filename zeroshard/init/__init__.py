@@ -2,5 +2,6 @@
 
 This room knows units and flats, and how their memory gets values. It knows nothing of training: it works once, inside
 ``shard()``. ``materialise`` is the door (``adopt_values``), and the file to read first. ``initialisers`` finds the
-initialisers of a model and their order, ``meta`` takes tensors off the meta device, ``weights`` reads safetensors.
+initialisers of a model and their order, ``meta`` takes tensors off the meta device, ``weights`` finds
+the model's tensors on disk, ``safetensors_file`` reads them.
 """

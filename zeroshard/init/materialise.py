@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -219,7 +218,7 @@ def _one_for_all(fabric: Fabric) -> Iterator[None]:
     problem = ""
     try:
         yield
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError) as error:
         problem = str(error)
     everybody = fabric.gather_objects(problem)
     rank = next((rank for rank, text in enumerate(everybody) if text), None)

@@ -9,21 +9,22 @@ disk and one link while the other ranks wait.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..config.layout import Slot
 from ..states.flat import Flat
+from ..system.parse import LARGEST_JSON, parse_json, read_start
+from ..system.words import quoted, word
+from .safetensors_file import DTYPES, DiskTensor, Elements, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,27 +32,15 @@ INDEX = "model.safetensors.index.json"
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 """Dtypes that are converted to the dtype of the model. 8-bit dtypes are not here: their values need scales."""
 
-EXACT = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+EXACT = {name: dtype for name, dtype in DTYPES.items() if name not in FLOATING}
 """Dtypes that are not converted: the buffer must have the same dtype."""
 
+READ_BYTES = 1 << 20
+"""Most bytes that are read at a time. So reading a large tensor takes no memory beside the tensor.
+
+Larger buffers would leave holes between the shards that no shard fits into.
+"""
 NAMES_IN_A_MESSAGE = 5
-
-
-class DiskTensor(NamedTuple):
-    """A tensor on disk."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    """As safetensors writes it: F32, BF16, I64, ..."""
 
 
 class Weights:
@@ -65,7 +54,7 @@ class Weights:
             if isinstance(value, Tensor)
         }
         stored = _renamed(_contents(path), named, model)
-        self.checksum = zlib.crc32(repr(sorted((name, entry[1:]) for name, entry in stored.items())).encode())
+        self.checksum = zlib.crc32(repr(sorted((name, entry[1:4]) for name, entry in stored.items())).encode())
         """Checksum of all names, shapes and dtypes. It tells ranks with different files apart."""
         names: dict[int, list[str]] = {}  # a tied weight has several names, and the files may have one or all of them
         for name, tensor in named.items():
@@ -92,7 +81,7 @@ class Weights:
 
     def read_flat(self, flat: Flat, target: Tensor) -> None:
         """Fills ``target`` with the range of a flat that rests on this rank. Padding stays as it is."""
-        with _OpenFiles() as files:  # closed after each flat, so that pages of the files do not stay mapped
+        with _OpenFiles() as files:
             for piece in flat.layout.pieces(flat.at_rest):
                 part = target[piece.offset :][: piece.numel]
                 self._read(files, flat.parameters[piece.slot], flat.layout.slots[piece.slot], piece.start, part)
@@ -106,24 +95,26 @@ class Weights:
 
     def _read(self, files: _OpenFiles, tensor: Tensor, slot: Slot, start: int, target: Tensor) -> None:
         first, *others = self._copies[id(tensor)]
-        values = files.elements(first, slot, start, start + target.numel())
-        target.copy_(values)
-        for other in others:
-            if not torch.equal(files.elements(other, slot, start, start + target.numel()), values):
-                raise self._error(
-                    f"{first.name!r} and {other.name!r} are one tied weight in the model, but differ on disk"
-                )
+        for begin, end in _ranges(first, slot, start, start + target.numel()):
+            values = files.elements(first, slot, begin, end)
+            target[begin - start : end - start].copy_(values)
+            for other in others:
+                if not torch.equal(files.elements(other, slot, begin, end).to(values.dtype), values):
+                    raise self._error(
+                        f"{quoted(first.name)} and {quoted(other.name)} are one tied weight in the model, but differ "
+                        "on disk"
+                    )
 
     def _check_fits(self, name: str, entry: DiskTensor, tensor: Tensor) -> None:
         if entry.shape != tuple(tensor.shape):
-            shapes = f"{list(entry.shape)} in {entry.file.name}, {list(tensor.shape)} in the model"
-            raise self._error(f"{name!r} has different shapes: {shapes}")
+            shapes = f"{quoted(list(entry.shape))} in {entry.file.name}, {list(tensor.shape)} in the model"
+            raise self._error(f"{quoted(name)} has different shapes: {shapes}")
         if entry.dtype in FLOATING and tensor.is_floating_point():
             return
         if EXACT.get(entry.dtype) is not tensor.dtype:
             raise self._error(
-                f"{name!r} is {entry.dtype} in {entry.file.name}, which does not convert to {tensor.dtype}; quantised "
-                "weights must be dequantised first"
+                f"{quoted(name)} is {word(entry.dtype)} in {entry.file.name}, which does not convert to "
+                f"{tensor.dtype}; quantised weights must be dequantised first"
             )
 
     def _error(self, text: str) -> ValueError:
@@ -131,82 +122,78 @@ class Weights:
 
 
 class _OpenFiles(ExitStack):
-    """Files that are mapped into memory, each once, until the block ends."""
+    """Files that are open, each once, until the block ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, Elements] = {}
 
     def elements(self, entry: DiskTensor, slot: Slot, start: int, stop: int) -> Tensor:
-        """A range of the elements of a slot, as a view of the mapped file: only copied elements are read from disk."""
+        """A range of the elements of a slot."""
         if entry.file not in self._open:
-            self._open[entry.file] = self.enter_context(_mapped(entry.file))
-        if not entry.shape:
-            scalar: Tensor = self._open[entry.file].get_tensor(entry.name)
-            return scalar.reshape(1)
-        if stop == start:
-            return torch.empty(0, device="cpu")
-        row = math.prod(slot.shape[1:])
+            self._open[entry.file] = Elements(entry.file)
+            self.callback(self._open[entry.file].close)
+        file = self._open[entry.file]
+        if slot.box is None or not entry.shape:
+            return file.read(entry, start, stop)
+        # Tensor parallelism divides the tensor: rows are read whole, and the part of this rank is taken from them.
+        row, stored_row = math.prod(slot.shape[1:]), math.prod(entry.shape[1:])
         first, last = start // row, -(-stop // row)
-        offset, *offsets = slot.box.offsets if slot.box is not None else [0] * len(slot.shape)
+        offset, *offsets = slot.box.offsets
         across = [slice(begin, begin + size) for begin, size in zip(offsets, slot.shape[1:], strict=True)]
-        stored = self._open[entry.file].get_slice(entry.name)
-        rows: Tensor = stored[(slice(offset + first, offset + last), *across)]
-        return rows.reshape(-1)[start - first * row : stop - first * row]
+        rows = file.read(entry, (offset + first) * stored_row, (offset + last) * stored_row)
+        part = rows.view(last - first, *entry.shape[1:])[(slice(None), *across)]
+        return part.reshape(-1)[start - first * row : stop - first * row]
 
 
-@contextmanager
-def _mapped(file: Path) -> Iterator[Any]:
-    with safe_open(file, framework="pt", device="cpu") as mapped:
-        yield mapped
+def _ranges(entry: DiskTensor, slot: Slot, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Divides a range of a slot's elements, so that no read is much larger than ``READ_BYTES``."""
+    step = max(1, READ_BYTES // DTYPES[entry.dtype].itemsize)
+    if slot.box is not None:
+        row = math.prod(slot.shape[1:])
+        step = row * max(1, step // max(1, math.prod(entry.shape[1:])))
+    while start < stop:
+        end = min(stop, (start // step + 1) * step)
+        yield start, end
+        start = end
 
 
 def _contents(path: Path) -> dict[str, DiskTensor]:
     """Every tensor at ``path``, by name: a folder as Hugging Face writes it, or one file."""
     if path.is_file():
-        return _header(path)
+        return read_header(path)
     if not path.is_dir():
         raise ValueError(f"weights={str(path)!r} is not there; all ranks must see the same folder or file")
     if (path / SINGLE).is_file():
-        return _header(path / SINGLE)
+        return read_header(path / SINGLE)
     if not (path / INDEX).is_file():
         pickles = sorted(entry.name for entry in path.glob("*.bin"))
         hint = f"; {pickles[0]} is a pickle, which is never read: save it as safetensors" if pickles else ""
         raise ValueError(f"weights={str(path)!r} has neither {SINGLE} nor {INDEX}{hint}")
     place_of = _index(path / INDEX)
-    headers = {file: _header(path / file) for file in dict.fromkeys(place_of.values())}
+    headers = {file: read_header(path / file) for file in dict.fromkeys(place_of.values())}
     for name, file in place_of.items():
         if name not in headers[file]:
-            raise ValueError(f"{path / INDEX} says that {name!r} is in {file}, which does not have it")
+            raise ValueError(f"{path / INDEX} says that {quoted(name)} is in {word(file)}, which does not have it")
     return {name: headers[file][name] for name, file in place_of.items()}
 
 
 def _index(path: Path) -> dict[str, str]:
     """Which file of the folder has which tensor."""
     try:
-        place_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        assert all(isinstance(file, str) for file in place_of.values())
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{path} is no index of safetensors files: it needs a table 'weight_map'") from error
+        table = parse_json(read_start(path, LARGEST_JSON))
+        place_of = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(place_of, dict) or not all(isinstance(file, str) for file in place_of.values()):
+            raise ValueError("it needs a table 'weight_map' of file names")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no index of safetensors files: {error}") from error
     for name, file in place_of.items():
         # Links are followed, because Hugging Face's cache consists of links. A path to another folder is refused.
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            raise ValueError(f"{path} puts {name!r} into {file!r}, which is outside its folder")
-        if not (path.parent / file).is_file():
-            raise ValueError(f"{path} puts {name!r} into {file!r}, which is not there")
-    return dict(place_of)
-
-
-def _header(file: Path) -> dict[str, DiskTensor]:
-    try:
-        with _mapped(file) as mapped:
-            slices = {name: mapped.get_slice(name) for name in mapped.keys()}  # noqa: SIM118
-            return {
-                name: DiskTensor(file, name, tuple(entry.get_shape()), str(entry.get_dtype()))
-                for name, entry in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
+            raise ValueError(f"{path} puts {quoted(name)} into {quoted(file)}, which is outside its folder")
+        if not os.path.isfile(path.parent / file):  # a Path raises if the name is too long
+            raise ValueError(f"{path} puts {quoted(name)} into {quoted(file)}, which is not there")
+    return place_of
 
 
 def _renamed(stored: dict[str, DiskTensor], named: dict[str, Tensor], model: nn.Module) -> dict[str, DiskTensor]:
@@ -226,6 +213,6 @@ def _ignored(name: str, model: nn.Module) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:NAMES_IN_A_MESSAGE]))
+    shown = ", ".join(map(quoted, names[:NAMES_IN_A_MESSAGE]))
     more = len(names) - NAMES_IN_A_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

@@ -5,15 +5,18 @@ Weights are not read, and the package ``transformers`` is not needed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config.checks import nearest
+from ..system.parse import parse_json, read_start
+from ..system.words import quoted, word
 from .shape import MOST_LAYERS, Activation, Habits, ModelError, Transformer
 
+LARGEST_CONFIG = 10_000_000
+"""Bytes of a configuration."""
 LARGEST_SIZE = 1 << 31
 """The largest value of a size."""
 
@@ -51,10 +54,11 @@ class ConfigReader:
         if value is None and not missing:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.missing.append(key if value is None else f"{key} (a positive whole number, not {value!r})")
+            self.missing.append(key if value is None else f"{key} (a positive whole number, not {quoted(value)})")
             return None
         if value > most:
-            self.missing.append(f"{key} of at most {most:,} (not {value:,})")
+            shown = f"{value:,}" if value < 1 << 63 else quoted(value)
+            self.missing.append(f"{key} of at most {most:,} (not {shown})")
             return None
         return value
 
@@ -62,16 +66,15 @@ class ConfigReader:
         """True or false. A missing key gives the default; null is false, as in ``transformers``."""
         value = self._values.get(key, default)
         if value is not None and not isinstance(value, bool):
-            self.missing.append(f"{key} (true or false, not {value!r})")
+            self.missing.append(f"{key} (true or false, not {quoted(value)})")
         return bool(value)
 
     def activation(self, key: str, default: str) -> Activation:
         name = self._values.get(key, default)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            self.wrong.append(
-                f"{key} {name!r} is not known{nearest(str(name), list(ACTIVATIONS))}; known: {known}. {REMEDY}"
-            )
+            close = nearest(name, list(ACTIVATIONS)) if isinstance(name, str) else ""
+            self.wrong.append(f"{key} {quoted(name)} is not known{close}; known: {known}. {REMEDY}")
             return ONE_KERNEL
         return ACTIVATIONS[name]
 
@@ -79,7 +82,7 @@ class ConfigReader:
         """True if this dropout is above 0."""
         value = self._values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            self.missing.append(f"{key} (a number from 0 to 1, not {value!r})")
+            self.missing.append(f"{key} (a number from 0 to 1, not {quoted(value)})")
             return False
         return value > 0
 
@@ -223,25 +226,23 @@ def architecture(kind: str, read: ConfigReader) -> Architecture:
 def read_config(file: Path) -> Architecture:
     """Reads a ``config.json``."""
     try:
-        values = json.loads(file.read_text())
+        values = parse_json(read_start(file, LARGEST_CONFIG))
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"not JSON: {error}"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ModelError(f"--model {file}: {reason}") from None
-    except RecursionError:
-        raise ModelError(f"--model {file}: no Hugging Face configuration; it is nested too deep") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ModelError(f"--model {file}: no Hugging Face configuration; it has no 'model_type'")
     kind = values["model_type"]
     if kind not in HUGGINGFACE:
         raise ModelError(
-            f"--model {file}: model_type {kind!r} is not known{nearest(kind, list(HUGGINGFACE))}; known: "
+            f"--model {file}: model_type {quoted(kind)} is not known{nearest(kind, list(HUGGINGFACE))}; known: "
             f"{', '.join(HUGGINGFACE)}. {REMEDY}"
         )
     read = ConfigReader(values)
     found = architecture(kind, read)
     if read.problems:
         raise ModelError(f"--model {file}: model_type {kind!r} {read.problems}")
-    return Architecture(replace(found.transformer, name=_name(file, values)), found.longest)
+    return Architecture(replace(found.transformer, name=word(_name(file, values))), found.longest)
 
 
 def _name(file: Path, values: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -16,8 +15,15 @@ from typing import Any
 
 from ..config.checks import nearest
 from ..system import machine as facts
+from ..system.parse import LARGEST_TOML, parse_toml, read_start
+from ..system.words import quoted, word
 
 FOLDER = Path(__file__).parent / "machines"
+MOST_DEVICES = 1 << 20
+"""Devices of a node."""
+LARGEST, SMALLEST = 1e24, 1e-15
+"""Bounds of the numbers in a profile, apart from 0. A number beyond them is a typing mistake."""
+LONGEST_TITLE = 200
 DEVICE_UPDATE_BYTES = 77
 """Bytes of memory traffic a parameter of a foreach AdamW on fp32 masters, with its temporaries; measured on an H200."""
 
@@ -172,11 +178,11 @@ def load(name: str | Path) -> Machine:
                 f"known: {', '.join(known)}, or a .toml file"
             )
     try:
-        data = tomllib.loads(path.read_text())
+        data = parse_toml(read_start(path, LARGEST_TOML))
     except OSError as error:
         raise ValueError(f"machine profile {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"machine profile {str(path)!r} is not TOML: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"machine profile {str(path)!r}: {error}") from error
     return parse(path.stem, data)
 
 
@@ -193,24 +199,30 @@ def parse(name: str, data: Mapping[str, Any]) -> Machine:
     known = ["title", "devices_per_node", "half", "accelerator", *tables]
     for key in data:
         if key not in known:
-            raise ValueError(f"machine {name!r}: {key} is unknown{nearest(key, known)}; known: {', '.join(known)}")
+            raise ValueError(
+                f"machine {name!r}: {word(key)} is unknown{nearest(key, known)}; known: {', '.join(known)}"
+            )
     parts = {key: _table(kind, f"machine {name!r}: {key}", data.get(key)) for key, kind in tables.items()}
     count = data.get("devices_per_node")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"machine {name!r}: devices_per_node={count!r} must be a whole number, at least 1")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
+        raise ValueError(
+            f"machine {name!r}: devices_per_node={quoted(count)} must be a whole number, from 1 to {MOST_DEVICES:,}"
+        )
     half = data.get("half", "bf16")
     if half not in ("bf16", "fp16"):
-        raise ValueError(f'machine {name!r}: half={half!r} must be "bf16" or "fp16"')
+        raise ValueError(f'machine {name!r}: half={quoted(half)} must be "bf16" or "fp16"')
     accelerator = data.get("accelerator", True)
     if not isinstance(accelerator, bool):
-        raise ValueError(f"machine {name!r}: accelerator={accelerator!r} must be true or false")
+        raise ValueError(f"machine {name!r}: accelerator={quoted(accelerator)} must be true or false")
     for key in ("crowded", "interrupted"):
         if getattr(parts["launch"], key) < 1:
             raise ValueError(f"machine {name!r}: launch.{key} is how many times as long, so at least 1")
     efficiency = parts["device"].efficiency
     if efficiency > 1:
         raise ValueError(f"machine {name!r}: device.efficiency={efficiency!r} must be at most 1")
-    title = str(data.get("title", name))
+    title = data.get("title", name)
+    if not isinstance(title, str) or not title.isprintable() or len(title) > LONGEST_TITLE:
+        raise ValueError(f"machine {name!r}: title={quoted(title)} must be a short text of one line")
     return Machine(
         name=name, title=title, devices_per_node=count, half=half, accelerator=accelerator, **parts
     )  # fmt: skip
@@ -225,10 +237,14 @@ def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: 
     known = [entry.name for entry in fields(kind)]
     for key, value in values.items():
         if key not in known:
-            raise ValueError(f"{path}.{key} is unknown{nearest(key, known)}; known: {', '.join(known)}")
+            raise ValueError(f"{path}.{word(key)} is unknown{nearest(key, known)}; known: {', '.join(known)}")
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
         if not number or (value == 0 and key not in optional):
-            raise ValueError(f"{path}.{key}={value!r} must be a positive number")
+            raise ValueError(f"{path}.{key}={quoted(value)} must be a positive number")
+        if value != 0 and not SMALLEST <= value <= LARGEST:
+            raise ValueError(f"{path}.{key}={quoted(value)} must be from {SMALLEST:g} to {LARGEST:g}")
+        if key == "sockets" and not (value % 1 == 0 and 1 <= value <= MOST_DEVICES):
+            raise ValueError(f"{path}.{key}={quoted(value)} must be a whole number, from 1 to {MOST_DEVICES:,}")
     missing = [key for key in known if key not in values and key not in optional]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")

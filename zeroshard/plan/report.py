@@ -51,7 +51,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
         f"{model.name}: {_count(model.parameters)} parameters, {setup.precision}, {batch}{tokens}{checkpointed}",
         markup=False,
     )
-    console.print(f"on {hardware}", highlight=False)
+    console.print(f"on {hardware}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("offload", no_wrap=True)
@@ -159,7 +159,7 @@ def print_recommendation(
     if subject.preset is not None and setup.micro_batches > 1:
         console.print("`zeroshard train` takes one micro-batch a step; several are a loop of your own.")
     command = choice.torchrun_command(setup, hardware, subject)
-    console.print(f"  {command}", highlight=False, soft_wrap=True)
+    console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _shortage(rows: Sequence[Row]) -> str:
@@ -214,7 +214,7 @@ def print_largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Har
     """Prints the largest model of each stage and offload, with a bar."""
     setup = found[0][0].setup
     console.print(f"The largest GPT: {setup.precision}, batch {setup.batch} × {setup.sequence}")
-    console.print(f"on {hardware}", highlight=False)
+    console.print(f"on {hardware}", highlight=False, markup=False)
     most = max((model.parameters for _, model in found if model is not None), default=1)
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for title in ("stage", "offload", "parameters", "layers × hidden", "", "peak GB", "host GB", "step"):

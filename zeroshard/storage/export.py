@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ..offload.host_buffers import round_to
+from ..system.words import quoted
+from .adapter import PREFIX, Adapter
 from .folder import candidates
 from .format import BUFFER, VALUE, CheckpointError, InvalidIndexError
 from .output import SHARD_BYTES, WEIGHTS, Output, Shards, WholeTensor, as_json
@@ -28,8 +29,9 @@ from .regions import Region, whole
 from .validate import check_about
 from .values import NAMED
 
-PREFIX = "base_model.model."
-"""PEFT puts this before the names of the model that it wraps."""
+RESERVED = "__metadata__"
+"""The key of a safetensors header that names no tensor."""
+PARAMETER_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 class Recipe(NamedTuple):
@@ -37,6 +39,8 @@ class Recipe(NamedTuple):
 
     whole: WholeTensor
     make: Callable[[], Tensor]
+    origin: str
+    """The tensor's name in the checkpoint."""
 
 
 class Source:
@@ -52,7 +56,12 @@ class Source:
         self._reader.check_files()
         self.about = check_about(self._index)
         self._on_host = set(self.about["rounded_on_host"])
-        self._dtype = dtype or NAMED.get(self.about.get("parameter_dtype") or "")
+        computed = self.about.get("parameter_dtype")
+        if computed is not None and computed not in PARAMETER_DTYPES:
+            raise InvalidIndexError(
+                f"{self._index.file}: about.parameter_dtype is {quoted(computed)}, not one of {PARAMETER_DTYPES}"
+            )
+        self._dtype = dtype or NAMED.get(computed or "")
 
     @property
     def names(self) -> list[str]:
@@ -61,6 +70,9 @@ class Source:
 
     def _kind(self, name: str) -> str:
         return VALUE if (name, VALUE) in self._index.places else BUFFER
+
+    def is_buffer(self, name: str) -> bool:
+        return self._kind(name) == BUFFER
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a tensor is exported: the dtype asked for, or the dtype that the model computed in."""
@@ -83,10 +95,10 @@ class Source:
             flat = round_to(flat, wanted) if name in self._on_host and stored is torch.float32 else flat.to(wanted)
         return flat.reshape(shape)
 
-    def recipe(self, name: str, new_name: str, origin: str | None = None) -> Recipe:
-        """Exports a tensor under another name, with the values of ``origin`` if that is given."""
+    def recipe(self, name: str, new_name: str) -> Recipe:
+        """Exports a tensor under another name."""
         dtype = self.dtype(name)
-        return Recipe(WholeTensor(new_name, self.shape(name), dtype), lambda: self.read(origin or name, dtype))
+        return Recipe(WholeTensor(new_name, self.shape(name), dtype), lambda: self.read(name, dtype), name)
 
 
 def export(
@@ -120,7 +132,7 @@ def export(
         raise CheckpointError(f"{source.folder} has no adapters; export it without --adapter-only and --merge")
     if adapters and adapter is None and not merge:
         raise CheckpointError(
-            f"{source.folder} holds adapters ({', '.join(adapters)}) on a base model; export with --merge, or with "
+            f"{source.folder} holds adapters ({quoted(list(adapters))}) on a base model; export with --merge, or with "
             "--adapter-only"
         )
     given = None if config is None else config.read_bytes()
@@ -136,6 +148,7 @@ def export(
         else:
             recipes = [source.recipe(name, name) for name in source.names]
         configs = _configs(source, recipes, given)
+    _check_names(source, recipes)
     with Output(out) as output:
         for name, text in configs.items():
             output.new(name, text)
@@ -159,6 +172,31 @@ def _check_out(out: Path) -> None:
             )
 
 
+def _check_names(source: Source, recipes: Sequence[Recipe]) -> None:
+    """Every tensor must have a name of its own, which safetensors can hold."""
+    if not recipes:
+        raise CheckpointError(f"{source.folder} has no tensor of what is to be exported")
+    origins: dict[str, str] = {}
+    for recipe in recipes:
+        name = recipe.whole.name
+        if name in origins:
+            raise CheckpointError(
+                f"{quoted(origins[name])} and {quoted(recipe.origin)} would both be written as {quoted(name)}; rename "
+                "one of them in the model"
+            )
+        if name in ("", RESERVED) or not _is_text(name):
+            raise InvalidIndexError(f"{source.folder}: safetensors can hold no tensor of the name {quoted(name)}")
+        origins[name] = recipe.origin
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half a character, which JSON can write
+        return False
+    return True
+
+
 def _configs(source: Source, recipes: Sequence[Recipe], given: bytes | None) -> dict[str, bytes]:
     """The files to write beside the weights, by name."""
     if given is not None:
@@ -168,8 +206,10 @@ def _configs(source: Source, recipes: Sequence[Recipe], given: bytes | None) -> 
         return {}
     if "model_type" in config:  # of transformers
         dtypes = {recipe.whole.dtype for recipe in recipes if recipe.whole.dtype.is_floating_point}
-        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        config = {**config, "architectures": [source.about["class"]], "dtype": str(widest).removeprefix("torch.")}
+        config = {**config, "architectures": [source.about["class"]]}
+        if dtypes:
+            widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+            config["dtype"] = str(widest).removeprefix("torch.")
     files = {"config.json": as_json(config)}
     if source.about.get("generation_config") is not None:
         files["generation_config.json"] = as_json(source.about["generation_config"])
@@ -177,54 +217,6 @@ def _configs(source: Source, recipes: Sequence[Recipe], given: bytes | None) -> 
 
 
 # -- LoRA -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One adapter and its configuration."""
-
-    name: str
-    config: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, adapters: Mapping[str, Any], name: str) -> Adapter:
-        """The adapter of this name. Raises CheckpointError if there is none, or it is no LoRA."""
-        if name not in adapters:
-            raise CheckpointError(f"there is no adapter {name!r}; there are {', '.join(adapters)}")
-        config = adapters[name]
-        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-            kind = config.get("peft_type") if isinstance(config, dict) else config
-            raise CheckpointError(f"adapter {name!r} is {kind}, and only LoRA is exported; save it with PEFT instead")
-        _check_scales(name, config)
-        return cls(name, config)
-
-    def scale(self, module: str) -> float:
-        """The factor of the product of the adapter's matrices."""
-        rank = _by_pattern(self.config.get("rank_pattern"), module, self.config["r"])
-        alpha = _by_pattern(self.config.get("alpha_pattern"), module, self.config["lora_alpha"])
-        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
-
-
-def _check_scales(name: str, config: Mapping[str, Any]) -> None:
-    """Ranks and alphas must be numbers, and their patterns regular expressions."""
-    for key in ("r", "lora_alpha"):
-        patterns = config.get({"r": "rank_pattern"}.get(key, "alpha_pattern")) or {}
-        if not isinstance(patterns, dict):
-            raise InvalidIndexError(f"adapter {name!r} has patterns of {key} that are {patterns!r}, not a table")
-        for pattern, value in (("", config.get(key)), *patterns.items()):
-            if isinstance(value, bool) or not isinstance(value, int | float) or (key == "r" and value <= 0):
-                raise InvalidIndexError(f"adapter {name!r} has {key} = {value!r}{f' for {pattern!r}' * bool(pattern)}")
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise InvalidIndexError(f"adapter {name!r}: {pattern!r} is no pattern, {error}") from error
-
-
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
 
 
 def adapter_tensors(source: Source, adapter: Adapter) -> Iterator[Recipe]:
@@ -240,19 +232,37 @@ def adapter_tensors(source: Source, adapter: Adapter) -> Iterator[Recipe]:
             yield source.recipe(name, plain)
 
 
+class Change(NamedTuple):
+    """What an adapter adds to a weight: the product of two matrices and a factor."""
+
+    down: str
+    up: str
+    scale: float
+    transposed: bool
+    """True if the weight is stored as the transposed product."""
+
+
 def merged_tensors(source: Source, adapters: Sequence[Adapter], tied: bool) -> Iterator[Recipe]:
-    """The model's tensors with the changes of the adapters added, under the names that they have without PEFT."""
+    """The model's tensors with the changes of the adapters added, under the names that they have without PEFT.
+
+    Raises:
+        CheckpointError: a tensor of an adapter cannot be merged here, or does not fit the weight that it changes.
+    """
     names = set(source.names)
     for name in names:
         if tied and ".lora_embedding_" in name:
             raise CheckpointError(
-                f"{name!r} adapts an embedding whose weight is also the head, which the adapter leaves as "
+                f"{quoted(name)} adapts an embedding whose weight is also the head, which the adapter leaves as "
                 "it was: merged, they would differ; untie them, or export with --adapter-only"
             )
-        if ".lora_magnitude_vector" in name or (".lora_B" in name and name.endswith(".bias")):
-            raise CheckpointError(f"{name!r} makes this more than plain LoRA (DoRA, or a bias); merge it with PEFT")
+        is_more = ".lora_magnitude_vector" in name or ".token_adapter." in name
+        if is_more or (".lora_B" in name and name.endswith(".bias")):
+            raise CheckpointError(
+                f"{quoted(name)} makes this more than plain LoRA (DoRA, single tokens, or a bias); merge it with PEFT"
+            )
+    left = {name for name in names if _is_of_adapter(name)}
     for name in source.names:
-        if ".lora_" in name or ".modules_to_save." in name:
+        if _is_of_adapter(name):
             continue
         plain = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
         saved = [
@@ -262,37 +272,78 @@ def merged_tensors(source: Source, adapters: Sequence[Adapter], tied: bool) -> I
             and other in names
         ]
         if saved:
-            yield source.recipe(name, plain, saved[-1])
+            changes: list[Change] = []
+            _check_shape(source, saved[-1], source.shape(saved[-1]), name)
         else:
-            target = WholeTensor(plain, source.shape(name), source.dtype(name))
-            yield Recipe(target, partial(_merged, source, name, adapters, names))
+            changes = list(_changes(source, name, adapters, names))
+        left.difference_update(saved, *(change[:2] for change in changes))
+        target = WholeTensor(plain, source.shape(name), source.dtype(name))
+        yield Recipe(target, partial(_merged, source, saved[-1] if saved else name, target.dtype, changes), name)
+    if left:
+        raise CheckpointError(
+            f"{quoted(min(left))} belongs to no adapter that is known, or to no weight that is merged here; merge it "
+            "with PEFT"
+        )
 
 
-def _merged(source: Source, name: str, adapters: Sequence[Adapter], names: set[str]) -> Tensor:
-    """A tensor with the changes of the adapters added."""
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def _changes(source: Source, name: str, adapters: Sequence[Adapter], names: set[str]) -> Iterator[Change]:
+    """What the adapters add to a tensor. Checks shapes and scales, and reads no matrix."""
     module, _, leaf = name.rpartition(".base_layer.")
     if not module or leaf != "weight":
-        return source.read(name)
-    weight = source.read(name).float()
+        return
     for adapter in adapters:
-        delta = _delta(source, module, adapter, names)
-        if delta is not None:
-            weight += delta
-    return weight.to(source.dtype(name))
+        pairs = [
+            (f"{module}.lora_A.{adapter.name}.weight", f"{module}.lora_B.{adapter.name}.weight"),
+            (f"{module}.lora_embedding_A.{adapter.name}", f"{module}.lora_embedding_B.{adapter.name}"),
+        ]
+        for is_embedding, (down, up) in enumerate(pairs):
+            if down not in names and up not in names:
+                continue
+            for matrix, other in ((down, up), (up, down)):
+                if matrix not in names:
+                    raise CheckpointError(f"{source.folder} has {quoted(other)} without {quoted(matrix)}")
+                if len(source.shape(matrix)) != 2:
+                    raise CheckpointError(f"{quoted(matrix)} is no matrix, as of a convolution; merge it with PEFT")
+            (rank, inputs), (outputs, columns) = source.shape(down), source.shape(up)
+            if rank != columns:
+                raise CheckpointError(f"{quoted(down)} has rank {rank}, and {quoted(up)} has rank {columns}")
+            transposed = bool(is_embedding or adapter.config.get("fan_in_fan_out"))
+            _check_shape(source, up, (inputs, outputs) if transposed else (outputs, inputs), name)
+            yield Change(down, up, adapter.scale(module, rank), transposed)
 
 
-def _delta(source: Source, module: str, adapter: Adapter, names: set[str]) -> Tensor | None:
-    """The matrix that an adapter adds to a module's weight, in fp32; None if it adds nothing."""
-    scale = adapter.scale(module)
-    down, up = f"{module}.lora_A.{adapter.name}.weight", f"{module}.lora_B.{adapter.name}.weight"
-    if down in names:
-        a, b = (source.read(name, torch.float32) for name in (down, up))
-        if a.dim() > 2:
-            raise CheckpointError(f"{module!r} is a convolution with LoRA; merge it with PEFT")
-        product = (b @ a) * scale
-        return product.T if adapter.config.get("fan_in_fan_out") else product
-    down, up = f"{module}.lora_embedding_A.{adapter.name}", f"{module}.lora_embedding_B.{adapter.name}"
-    if down in names:
-        a, b = (source.read(name, torch.float32) for name in (down, up))
-        return (b @ a).T * scale
-    return None
+def _check_shape(source: Source, change: str, shape: tuple[int, ...], name: str) -> None:
+    if shape != source.shape(name):
+        raise CheckpointError(
+            f"{quoted(change)} changes a tensor of shape {list(shape)}, and {quoted(name)} has shape "
+            f"{list(source.shape(name))}"
+        )
+
+
+def _merged(source: Source, name: str, dtype: torch.dtype, changes: Sequence[Change]) -> Tensor:
+    """A tensor with changes added. A parameter must be finite before and after, or else the model is of no use."""
+    values = source.read(name, dtype)
+    if source.is_buffer(name):  # a mask may be infinite
+        return values
+    _check_finite(values, f"{quoted(name)} has values that are NaN or infinite in {dtype}")
+    if not changes:
+        return values
+    weight = values.float()
+    for change in changes:
+        down, up = (source.read(matrix, torch.float32) for matrix in change[:2])
+        for matrix, elements in zip(change, (down, up), strict=False):
+            _check_finite(elements, f"{quoted(matrix)} has values that are NaN or infinite")
+        product = (up @ down) * change.scale
+        weight += product.T if change.transposed else product
+    merged = weight.to(dtype)
+    _check_finite(merged, f"{quoted(name)} and its adapters add up to values that are infinite in {dtype}")
+    return merged
+
+
+def _check_finite(values: Tensor, told: str) -> None:
+    if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{told}, so nothing is written; export a checkpoint from before, or without --merge")

@@ -1,57 +1,101 @@
-"""Words of files that others wrote, as messages may show them: on one line, and short."""
+"""Writes words of a file or of a user into messages, so that a message stays short and does nothing to a terminal."""
 
 from __future__ import annotations
 
-import reprlib
-from typing import Any
+from collections.abc import Iterator
+from itertools import islice
 
-ELLIPSIS = "..."
+LARGEST_INT_BITS = 1024
+"""Larger integers are not written with all their digits: the time for that grows with the square of the digits."""
+DEEPEST = 8
+"""Levels of nesting that are written."""
+BRACKETS = {list: ("[", "]"), tuple: ("(", ")"), set: ("{", "}"), frozenset: ("frozenset({", "})"), dict: ("{", "}")}
 
 
 def quoted(value: object, most: int = 120) -> str:
-    """The value as Python writes it, on one line, without control characters, cut in the middle if it is longer.
+    r"""The value as Python writes it, on one line, without control characters, cut in the middle if it is longer.
 
-    >>> quoted("layer.0.weight")
-    "'layer.0.weight'"
-    >>> quoted("x" * 1000, most=20)
-    "'xxxxxxx...xxxxxxxx'"
+    The time does not grow with the size of strings, numbers, lists and tables.
+
+    >>> quoted("a\x1b[31m"), quoted({"r": [1, 2]})
+    ("'a\\x1b[31m'", "{'r': [1, 2]}")
+    >>> quoted("abc" * 1000, most=20)
+    "'abcabcab…bcabcabc'"
     """
-    return line(_Short(most).repr(value), most)
+    text = ""
+    for part in _parts(value, most, 0):
+        text += part
+        if len(text) > 4 * most:  # the rest of a list or a table, whose end is not shown
+            return _printable(text)[: most - 1] + "…"
+    return _cut(_printable(text), most)
+
+
+def word(text: str, most: int = 120) -> str:
+    r"""A name as it is; quoted if it is long, empty, or has characters that cannot be printed.
+
+    >>> print(word("layer.0"), word("two\nlines"))
+    layer.0 'two\nlines'
+    """
+    return text if 0 < len(text) <= most and text.isprintable() else quoted(text, most)
 
 
 def line(text: str, most: int = 400) -> str:
     """A text on one line, without control characters, cut in the middle if it is longer than ``most`` characters."""
-    text = _cut(text, 4 * most)  # first, so that a long text costs nothing
-    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-    return _cut(shown, most)
+    return _cut(_printable(_cut(text, 4 * most)), most)  # cut first, so that a long text costs nothing
+
+
+def printable(text: str) -> str:
+    r"""A text for a terminal: control characters are written as escapes, except the ends of lines.
+
+    >>> print(printable("two\nlines, \x1b[31mred"))
+    two
+    lines, \x1b[31mred
+    """
+    return "\n".join(map(_printable, text.split("\n")))
+
+
+def _parts(value: object, most: int, depth: int) -> Iterator[str]:
+    """The text of a value in parts, of which a caller may leave the last ones out."""
+    kind = type(value)
+    if isinstance(value, str) and kind is str:
+        yield repr(value if len(value) <= 2 * most else value[:most] + value[-most:])
+    elif isinstance(value, bytes) and kind is bytes:
+        yield repr(value[:most] + value[-most:] if len(value) > 2 * most else value)
+    elif isinstance(value, int) and value.bit_length() > LARGEST_INT_BITS:
+        yield f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
+    elif kind not in BRACKETS or not value:
+        yield _representation(value, most)
+    elif depth > DEEPEST:
+        yield "…"
+    else:
+        opening, closing = BRACKETS[kind]  # type: ignore[index]
+        yield opening
+        entries = islice(value, 4 * most)  # type: ignore[call-overload]
+        for number, entry in enumerate(entries):
+            yield ", " if number else ""
+            yield from _parts(entry, most, depth + 1)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _parts(value[entry], most, depth + 1)
+        yield ("," if isinstance(value, tuple) and len(value) == 1 else "") + closing
+
+
+def _representation(value: object, most: int) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # a class of a user may do anything
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 4 * most else text[: 2 * most] + text[-2 * most :]
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _cut(text: str, most: int) -> str:
     if len(text) <= most:
         return text
-    room = max(0, most - len(ELLIPSIS))
-    before = room // 2
-    return text[:before] + ELLIPSIS + text[len(text) - (room - before) :]
-
-
-class _Short(reprlib.Repr):
-    """Writes a value without ever writing all of a large value."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.maxlevel = 3
-        self.maxtuple = self.maxlist = self.maxdict = self.maxset = self.maxfrozenset = 30
-        self.maxstring = self.maxlong = self.maxother = most
-
-    def repr_int(self, value: int, level: int) -> str:
-        """A whole number. Python refuses to write one of many thousand digits, and takes long for fewer."""
-        if value.bit_length() > 4 * self.maxlong:
-            return f"{'-' * (value < 0)}<a whole number of {value.bit_length()} bits>"
-        return repr(value)
-
-    def repr_instance(self, value: Any, level: int) -> str:
-        """Any other object: by its class alone if its own text cannot be made."""
-        try:
-            return _cut(repr(value), self.maxother)
-        except Exception:  # the text of a class of anybody
-            return f"<a {type(value).__name__}>"
+    half = (most - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"
