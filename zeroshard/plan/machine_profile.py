@@ -183,11 +183,12 @@ def load(name: str | Path) -> Machine:
         raise ValueError(f"machine profile {str(path)!r} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"machine profile {str(path)!r}: {error}") from error
-    return parse(path.stem, data)
+    return parse(path.stem, data, path)
 
 
-def parse(name: str, data: Mapping[str, Any]) -> Machine:
-    """Makes a machine from the content of a profile. An error names the wrong key."""
+def parse(name: str, data: Mapping[str, Any], file: Path | None = None) -> Machine:
+    """Makes a machine from the content of a profile. An error names the file, if there is one, and the wrong key."""
+    where = f"machine {name!r}" if file is None else f"machine profile {str(file)!r}"
     tables: dict[str, type[Device | Link | Pcie | Host | Launch]] = {
         "device": Device,
         "inside": Link,
@@ -199,30 +200,28 @@ def parse(name: str, data: Mapping[str, Any]) -> Machine:
     known = ["title", "devices_per_node", "half", "accelerator", *tables]
     for key in data:
         if key not in known:
-            raise ValueError(
-                f"machine {name!r}: {word(key)} is unknown{nearest(key, known)}; known: {', '.join(known)}"
-            )
-    parts = {key: _table(kind, f"machine {name!r}: {key}", data.get(key)) for key, kind in tables.items()}
+            raise ValueError(f"{where}: {word(key)} is unknown{nearest(key, known)}; known: {', '.join(known)}")
+    parts = {key: _table(kind, f"{where}: {key}", data.get(key)) for key, kind in tables.items()}
     count = data.get("devices_per_node")
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
         raise ValueError(
-            f"machine {name!r}: devices_per_node={quoted(count)} must be a whole number, from 1 to {MOST_DEVICES:,}"
+            f"{where}: devices_per_node={quoted(count)} must be a whole number, from 1 to {MOST_DEVICES:,}"
         )
     half = data.get("half", "bf16")
     if half not in ("bf16", "fp16"):
-        raise ValueError(f'machine {name!r}: half={quoted(half)} must be "bf16" or "fp16"')
+        raise ValueError(f'{where}: half={quoted(half)} must be "bf16" or "fp16"')
     accelerator = data.get("accelerator", True)
     if not isinstance(accelerator, bool):
-        raise ValueError(f"machine {name!r}: accelerator={quoted(accelerator)} must be true or false")
+        raise ValueError(f"{where}: accelerator={quoted(accelerator)} must be true or false")
     for key in ("crowded", "interrupted"):
         if getattr(parts["launch"], key) < 1:
-            raise ValueError(f"machine {name!r}: launch.{key} is how many times as long, so at least 1")
+            raise ValueError(f"{where}: launch.{key} is how many times as long, so at least 1")
     efficiency = parts["device"].efficiency
     if efficiency > 1:
-        raise ValueError(f"machine {name!r}: device.efficiency={efficiency!r} must be at most 1")
+        raise ValueError(f"{where}: device.efficiency={efficiency!r} must be at most 1")
     title = data.get("title", name)
     if not isinstance(title, str) or not title.isprintable() or len(title) > LONGEST_TITLE:
-        raise ValueError(f"machine {name!r}: title={quoted(title)} must be a short text of one line")
+        raise ValueError(f"{where}: title={quoted(title)} must be a short text of one line")
     return Machine(
         name=name, title=title, devices_per_node=count, half=half, accelerator=accelerator, **parts
     )  # fmt: skip
