@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from zeroshard.config.job import Job, load_job, presets
 from zeroshard.plan import machine_profile
 from zeroshard.plan.huggingface import read_config
 from zeroshard.storage.export import export
-from zeroshard.storage.format import INDEX, MARKER, Marker
+from zeroshard.storage.format import CHUNK, INDEX, MARKER, Entry, Marker, data_file
 
 
 class Refusal(NamedTuple):
@@ -112,6 +113,29 @@ def forge(folder: Path, chance: Random) -> Path:
     index.write_bytes(text)
     (folder / "saved" / MARKER).write_bytes(Marker.of(text, 1, 1).to_json())
     return index
+
+
+def forge_numbers(folder: Path, chance: Random) -> Path:
+    """Changes elements of one tensor: every checksum is right."""
+    index, data = folder / "saved" / INDEX, folder / "saved" / data_file(0)
+    value = json.loads(index.read_bytes())
+    part = value["parts"][0]
+    entry = chance.choice(part["entries"])
+    there = Entry.from_json(entry)
+    content = bytearray(data.read_bytes())
+    start = part["header"] + there.offset
+    elements = torch.frombuffer(content, dtype=there.dtype, count=there.region.numel, offset=start)
+    if elements.is_floating_point():
+        elements[chance.randrange(elements.numel())] = chance.choice([math.nan, math.inf, -math.inf, -1.0, 0.0, 10.0])
+    else:
+        elements[chance.randrange(elements.numel())] = chance.choice([0, 1])
+    chunk = content[start : start + there.nbytes]
+    entry["crc32"] = [zlib.crc32(chunk[place : place + CHUNK]) for place in range(0, len(chunk), CHUNK)]
+    data.write_bytes(content)
+    text = as_json(value)
+    index.write_bytes(text)
+    (folder / "saved" / MARKER).write_bytes(Marker.of(text, 1, 1).to_json())
+    return data
 
 
 def read_checkpoint(folder: Path, file: Path) -> Refusal | None:
@@ -327,6 +351,7 @@ def job_of(file: Path) -> Job:
 SUBJECTS: dict[str, Subject] = {
     "damaged checkpoint": Subject(make_checkpoint, damage, read_damaged),
     "forged checkpoint": Subject(make_checkpoint, forge, read_checkpoint),
+    "forged numbers": Subject(make_checkpoint, forge_numbers, read_checkpoint),
     "adapters": Subject(make_adapters, forge_adapters, read_adapters),
     "weights": Subject(make_weights, change_weights, read_weights),
     "job": Subject(make_job, change_toml, read_with(job_of)),
