@@ -35,7 +35,7 @@ def one_element_a_rank(folder: Path) -> None:
     write_whole(folder / MARKER, Marker.of(index, 0, 1).to_json())
 
 
-def test_files_are_checked_without_staying_open_and_few_are_mapped_at_once(tmp_path: Path) -> None:
+def test_files_are_checked_without_staying_open_and_few_are_open_at_once(tmp_path: Path) -> None:
     one_element_a_rank(tmp_path)
     before = opened()
     reader = CheckpointReader(read_index(tmp_path))

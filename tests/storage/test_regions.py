@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.storage import regions
-from zeroshard.storage.regions import Region, Sides, cuts, flaw, numel_of, overlaps, whole
+from zeroshard.storage.regions import Region, Sides, cuts, divide, flaw, numel_of, overlaps, whole
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -44,14 +45,15 @@ def elements(whole: torch.Tensor, region: Region) -> torch.Tensor:
 @settings(max_examples=300, deadline=None)
 def test_any_division_is_put_together_from_any_other(data: st.DataObject, shape: tuple[int, ...]) -> None:
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    saved, wanted = data.draw(divisions(shape)), data.draw(divisions(shape))
+    saved, wanted, most = data.draw(divisions(shape)), data.draw(divisions(shape)), data.draw(st.integers(1, 9))
     assert flaw(shape, saved) is None
     for region in wanted:
         target = torch.full((region.numel,), -1)
         times = torch.zeros(region.numel, dtype=torch.int64)
         for other in saved:
             source = elements(whole, other)
-            for shape_here, mine, theirs in overlaps(region, other):
+            for shape_here, mine, theirs in chain.from_iterable(divide(one, most) for one in overlaps(region, other)):
+                assert theirs.end(shape_here) - theirs.offset <= most
                 part = source.as_strided(shape_here, theirs.strides, theirs.offset)
                 target.as_strided(shape_here, mine.strides, mine.offset).copy_(part)
                 times.as_strided(shape_here, mine.strides, mine.offset).add_(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -38,7 +39,7 @@ from .format import (
     tensor_kind,
     title,
 )
-from .limits import DISK_BLOCK, excess_of, largest_index_in
+from .limits import excess_of, largest_index_in
 from .regions import BoxStrides, Overlap, Region, divide, flaw, overlaps
 from .write import bytes_of
 
@@ -47,8 +48,8 @@ OPEN_FILES = 32
 CHUNKS_IN_MEMORY = 4
 """Chunks that stay in memory, for a chunk that several pieces need."""
 FREE_HOLES = 64 << 20
-"""Bytes of values that a file may have beyond the bytes that the disk has for it. A file system that compresses needs
-fewer bytes than the file has. A forged file may be one large hole, which takes no disk and much memory."""
+"""Bytes of values that may lie in holes of a file. Some file systems turn zeros into holes. A forged file may be one
+large hole, which takes no disk and much memory."""
 
 
 class Location(NamedTuple):
@@ -230,13 +231,13 @@ class CheckpointReader:
                 pass
 
     def _check_holes(self, rank: int) -> None:
-        """Values need memory that no model bounds. So a file must have about as many bytes on the disk."""
-        part, on_disk = self.index.parts[rank], self._file(rank).bytes_on_disk
+        """Values need memory that no model bounds. So a file must have about as many bytes that are no holes."""
+        part = self.index.parts[rank]
         needed = sum(entry.nbytes for entry in part.entries if entry.kind == tensor_kind(rank))
-        if needed > on_disk + FREE_HOLES:
+        if needed > FREE_HOLES and (data := self._file(rank).bytes_outside_holes(needed)) < needed - FREE_HOLES:
             raise CheckpointError(
-                f"{self.index.folder / data_file(rank)} has values of {size_text(needed)}, and takes "
-                f"{size_text(on_disk)} on the disk: it is forged, or parts of it were lost"
+                f"{self.index.folder / data_file(rank)} has values of {size_text(needed)}, and all but "
+                f"{size_text(data)} of the file are holes: it is forged, or parts of it were lost"
             )
 
     def _copy(self, rank: int, entry: Entry, overlap: Overlap, target: Tensor) -> None:
@@ -282,11 +283,17 @@ class _DataFile:
             self._descriptor = os.dup(opened.fileno())
         weakref.finalize(self, os.close, self._descriptor)
 
-    @property
-    def bytes_on_disk(self) -> int:
-        """Bytes that the disk has for the file. The file's size, where the file system does not say."""
-        status = os.fstat(self._descriptor)
-        return status.st_blocks * DISK_BLOCK or status.st_size
+    def bytes_outside_holes(self, enough: int) -> int:
+        """Bytes of the file that were written. Counts no further than ``enough``."""
+        found = end = 0
+        while found < enough:
+            try:
+                start = os.lseek(self._descriptor, end, os.SEEK_DATA)
+                end = os.lseek(self._descriptor, start, os.SEEK_HOLE)
+            except OSError as error:  # ENXIO: the rest is a hole; else a file system that does not tell
+                return found if error.errno == errno.ENXIO else enough
+            found += end - start
+        return found
 
     @property
     def last_write(self) -> tuple[int, int]:
