@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from ..system.machine import usable_cores
 from .checkpoints import BY_SIGNAL, STOP_FILE
+from .rendezvous import one_node_options
 
 SAVING_SECONDS = 300
 INTERRUPTED = 128 + signal.SIGINT  # the shell's exit code for a command ended by Ctrl-C
@@ -34,7 +36,7 @@ class Nodes:
     def torchrun_options(self) -> list[str]:
         """Return torchrun's rendezvous options."""
         if self.nnodes == 1:
-            return ["--standalone"]
+            return one_node_options(secrets.token_hex(8))
         given = {name: value for name, value in asdict(self).items() if value is not None}
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
