@@ -1,6 +1,8 @@
 """Jobs of `zeroshard train` beside other jobs, strangers on the network, and launchers and terminals that go away."""
 
 import ipaddress
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,7 +11,8 @@ from subprocess import Popen
 import psutil
 import pytest
 
-from tests.cli.test_train import rank_processes, start_endless
+from tests.cli.test_train import TIMEOUT, rank_processes, start_endless, train
+from zeroshard.cli.main import main
 
 
 @contextmanager
@@ -40,3 +43,24 @@ def test_no_other_machine_can_connect_to_a_job_on_one_node(tmp_path: Path) -> No
     assert all(found.values()), "the launcher has the store, and ranks connect to each other"
     addresses = {address for addresses in found.values() for address in addresses}
     assert all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
+
+
+@pytest.mark.slow
+def test_a_folder_in_which_a_job_runs_is_refused_to_another_and_taken_over_when_the_job_has_died(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "tiny", "--device", "cpu", "--out", str(tmp_path), "--steps", "1"]
+    with endless(tmp_path) as process:
+        first = rank_processes(process)[0]
+        for more in ([], ["--resume", "auto", "--save-every", "5"]):
+            assert main([*command, *more]) == 2
+            told = capsys.readouterr().err
+            assert f"{tmp_path} is being written by another job (process {first.pid} on " in told
+            assert "give every job a folder of its own, or end that one" in told
+        under_torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "zeroshard", *command]
+        refused = subprocess.run(under_torchrun, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        assert refused.returncode != 0
+        assert f"{tmp_path} is being written by another job (process {first.pid} on " in refused.stderr
+    done = train("--out", str(tmp_path), "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "claim").exists()

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config.job import DEVICES, Job, load_job, presets, resolve_device
+from ..storage.claim import is_claimed, refusal
 from ..storage.folder import candidates
 from ..storage.format import CheckpointError
 from ..system.machine import ensure_bf16_matmul, usable_cores
@@ -104,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         out = arguments.out or Path("runs") / job.name
         _check_resume(arguments, job, out)
         earlier_weights(out)
+        _check_free(out, nodes)
     except (CheckpointError, OSError) as error:
         raise ValueError(error) from None
     if device == "cpu" and (message := ensure_bf16_matmul()):
@@ -165,6 +167,12 @@ def _check_resume(arguments: argparse.Namespace, job: Job, out: Path) -> None:
             f"{out / FOLDER} holds checkpoints of an earlier run, which this one would replace; add --resume auto to "
             "go on from them, or choose another folder with --out"
         )
+
+
+def _check_free(out: Path, nodes: Nodes) -> None:
+    """Refuse a folder that another job writes to, before ranks are started. Rank 0 claims the folder."""
+    if not under_torchrun() and nodes.node_rank == 0 and is_claimed(out):
+        raise ValueError(f"--out: {refusal(out, out)}")
 
 
 def _nodes(arguments: argparse.Namespace) -> Nodes:

@@ -24,8 +24,9 @@ from torch import Tensor
 from ..comm.fabric import Fabric
 from ..offload.pinned import HostBlock, aligned
 from ..system import compat, machine
+from .claim import FolderClaim
 from .contents import Contents, Item
-from .folder import FolderClaim, clear, keep_newest, partial_of, publish, time_after
+from .folder import clear, keep_newest, partial_of, publish, time_after
 from .format import CLAIM, INDEX, LARGEST_JSON, MARKER, CheckpointError, Marker, part_file
 from .read import index_json
 from .write import remedy_of, write_part, write_whole

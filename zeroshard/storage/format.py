@@ -41,7 +41,7 @@ VERSION = 2
 INDEX = "index.json"
 MARKER = "COMPLETE"
 CLAIM = "claim"
-"""A file that the process which writes the checkpoint has locked; see ``folder.FolderClaim``."""
+"""A file that the process which writes the checkpoint has locked; see ``claim.FolderClaim``."""
 _WRITTEN_WHOLE = r"(index\.json|COMPLETE|rank-\d{5,}\.json)"
 OWN_NAME = re.compile(rf"claim|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")
 """Every name that a save gives to a file in a checkpoint's folder."""

@@ -3,6 +3,7 @@
 import math
 import os
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import zeroshard
 from ..comm.process_group import end_process_group, start_process_group
 from ..config.job import Job, resolve_device
 from ..runtime import runtime_of
+from ..storage.claim import claimed
 from ..system.allocator import defragment
 from ..system.machine import available_memory, device_of_rank, usable_cores
 from .checkpoints import BY_SIGNAL, NEVER, RunCheckpoints, Start, tell_launcher
@@ -63,9 +65,14 @@ class Rank:
 def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
     """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this. A trace is of rank 0.
 
-    `resume` is `auto`, `never` or the path of a checkpoint.
+    `resume` is `auto`, `never` or the path of a checkpoint. No other job can write to `out` meanwhile.
     """
     here = Rank.from_environment(job.train.device, job.train.tensor_parallel)
+    with claimed(out.absolute()) if here.rank == 0 else nullcontext():
+        _train(here, job, out, trace_file, resume)
+
+
+def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str) -> None:
     start = Start.find(job, out, resume, here.data_ranks)
     job = start.job
     console = rank_zero_console(here.rank)
