@@ -1,9 +1,16 @@
 """Jobs of `zeroshard train` beside other jobs, strangers on the network, and launchers and terminals that go away."""
 
+import fcntl
 import ipaddress
+import os
+import pty
+import re
+import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import termios
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -11,14 +18,15 @@ from subprocess import Popen
 import psutil
 import pytest
 
-from tests.cli.test_train import TIMEOUT, rank_processes, start_endless, train
+from tests.cli.test_train import COMMAND, ENDLESS, ONE_THREAD, TIMEOUT, rank_processes, start_endless, train
+from tests.nccl.processes import free_port
 from zeroshard.cli.main import main
 
 
 @contextmanager
-def endless(out: Path) -> Iterator[Popen[str]]:
+def endless(out: Path, *arguments: str, preexec: Callable[[], object] | None = None) -> Iterator[Popen[str]]:
     """A job that trains, until the block ends."""
-    process = start_endless(out)
+    process = start_endless(out, *arguments, preexec=preexec)
     everybody = [psutil.Process(process.pid), *rank_processes(process)]
     try:
         yield process
@@ -64,3 +72,94 @@ def test_a_folder_in_which_a_job_runs_is_refused_to_another_and_taken_over_when_
     done = train("--out", str(tmp_path), "--steps", "1")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "claim").exists()
+
+
+@pytest.mark.slow
+def test_ranks_end_soon_after_their_launcher_and_leave_no_half_of_a_checkpoint(tmp_path: Path) -> None:
+    process = start_endless(tmp_path, "--save-every", "2")
+    ranks = rank_processes(process)
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    for rank in alive:
+        rank.kill()
+    assert not alive, "ranks train on without their launcher"
+    _, told = process.communicate(timeout=60)
+    for rank in range(2):
+        assert f"zeroshard train: rank {rank} ends: its launcher, process {process.pid}, is gone" in told
+    saved = list((tmp_path / "checkpoints").iterdir())
+    assert saved
+    assert all((folder / "COMPLETE").exists() for folder in saved)
+
+
+@pytest.mark.slow
+def test_a_rank_that_a_shell_started_in_the_background_outlives_the_shell(tmp_path: Path) -> None:
+    command = f"{shlex.join([*COMMAND, '--steps', '2', '--out', str(tmp_path)])} &"
+    alone = {**ONE_THREAD, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shell = subprocess.Popen(["sh", "-c", command], env=alone, stdout=subprocess.PIPE, text=True)
+    assert shell.stdout is not None
+    shell.wait(60)
+    told = shell.stdout.read()  # until the rank has ended
+    assert (tmp_path / "model.safetensors").exists(), told
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_and_ends_the_run(tmp_path: Path) -> None:
+    terminal, inside = pty.openpty()
+    command = [*COMMAND, "--ranks", "2", "--out", str(tmp_path), *ENDLESS, "--set", "train.report_every=1"]
+    process = subprocess.Popen(
+        command,
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        env=ONE_THREAD,
+        preexec_fn=own_terminal,
+    )
+    os.close(inside)
+    seen = b""
+    while b"held-out loss" not in seen:
+        seen += os.read(terminal, 4096)
+    os.close(terminal)
+    assert process.wait(TIMEOUT) == 0
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert (saved / "COMPLETE").exists()
+
+
+def own_terminal() -> None:
+    """Make the terminal of standard input the one whose end ends this process."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.slow
+def test_sighup_saves_as_sigterm_does_and_does_nothing_under_nohup(tmp_path: Path) -> None:
+    process = start_endless(tmp_path / "stops")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)  # a shell sends it, and the system once more
+    told, complained = process.communicate(timeout=60)
+    assert process.returncode == 0, told + complained
+    stopped = re.search(r"stopped after step \d+ \(SIGHUP\); saved (\S+)", told)
+    assert stopped is not None, told
+    assert (Path(stopped[1]) / "COMPLETE").exists()
+    with endless(tmp_path / "goes on", preexec=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+        for one in (psutil.Process(process.pid), *rank_processes(process)):
+            one.send_signal(signal.SIGHUP)
+        assert process.stdout is not None
+        for _ in range(2):  # a line for every five steps
+            assert process.stdout.readline().startswith("step ")
+
+
+@pytest.mark.slow
+def test_ranks_end_soon_after_a_torchrun_of_ones_own(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, *COMMAND[1:], *ENDLESS, "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ONE_THREAD)
+    assert process.stdout is not None
+    assert any(line.startswith("step 5/") for line in process.stdout)
+    ranks = rank_processes(process)
+    assert len(ranks) == 2
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    for rank in alive:
+        rank.kill()
+    process.communicate(timeout=60)
+    assert not alive, "ranks train on without their launcher"

@@ -20,6 +20,7 @@ from ..train.gpt_weights import earlier_weights
 from ..train.launch import Nodes, launch, under_torchrun
 from ..train.loop import train
 from ..train.probe import LEAST_STEPS_TO_TRACE
+from ..train.stopping import LauncherWatch
 from .job_options import add_job_options, overrides
 
 HELP = "train a GPT from a TOML configuration, on one machine or many"
@@ -116,12 +117,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _be_a_rank(job: Job, out: Path, trace_file: Path | None, resume: str) -> int:
+    launcher = LauncherWatch()
     # Ctrl-C ends a rank at once, also inside a collective, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         record(train)(job, out, trace_file, resume)
     except Exception:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # else the launcher reads the error there and prints it
+        # Where there is a file for errors, the launcher reads the error there and prints it.
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ or launcher.is_gone():
             traceback.print_exc()
         return 1
     return 0

@@ -244,7 +244,8 @@ def abandon_all() -> None:
 
 
 @atexit.register
-def _finish_all() -> None:
+def finish_all() -> None:
+    """Waits for the saves of this process, without the other ranks. Removes those that did not succeed."""
     for saving in list(_unfinished):
         saving.finish_at_exit()
 

@@ -20,12 +20,13 @@ from ..runtime import runtime_of
 from ..storage.claim import claimed
 from ..system.allocator import defragment
 from ..system.machine import available_memory, device_of_rank, usable_cores
-from .checkpoints import BY_SIGNAL, NEVER, RunCheckpoints, Start, tell_launcher
+from .checkpoints import NEVER, RunCheckpoints, Start
 from .data import Corpus
 from .gpt import GPT, sample
 from .gpt_weights import load_weights, save_weights
 from .probe import Probe
 from .record import Record
+from .stopping import BY_SIGNAL, tell_launcher
 from .tensor_parallel import parallelise
 from .views import Bar, closing_table, evaluation_line, rank_zero_console, say, trace_line
 
@@ -144,9 +145,9 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     if here.rank != 0:
         return
     if stopped is not None:
-        if stopped == BY_SIGNAL:
+        if checkpoints.stopped_by_signal:
             say(console, "go on with the same command and --resume auto")
-        tell_launcher(stopped)
+        tell_launcher(BY_SIGNAL if checkpoints.stopped_by_signal else stopped)
         return
     del model, optimizer, scheduler, probe, checkpoints  # room for the sample
     if record.trace is not None:
