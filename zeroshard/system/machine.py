@@ -267,8 +267,8 @@ def all_ranks_are_here(environment: Mapping[str, str] = os.environ) -> bool:
     True
     """
     local, host = environment.get("LOCAL_WORLD_SIZE"), environment.get("MASTER_ADDR", "")
-    if local is not None and local == environment.get("WORLD_SIZE"):
-        return True
+    if local is not None:  # then rank 0 may call its own host "localhost", although others are elsewhere
+        return local == environment.get("WORLD_SIZE")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name: it may resolve to the loopback address on its own machine alone
