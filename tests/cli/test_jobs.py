@@ -163,3 +163,19 @@ def test_ranks_end_soon_after_a_torchrun_of_ones_own(tmp_path: Path) -> None:
         rank.kill()
     process.communicate(timeout=60)
     assert not alive, "ranks train on without their launcher"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_started_anew_in_the_same_folder(tmp_path: Path) -> None:
+    with endless(tmp_path, "--restarts", "1", "--resume", "auto", "--save-every", "2") as process:
+        for rank in rank_processes(process)[:1]:
+            rank.kill()
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("resumed after step ") for line in lines)
+        ranks = rank_processes(process)
+        assert len(ranks) == 2
+        assert any(line.startswith("step ") for line in lines)
+        assert f"process {ranks[0].pid} on " in (tmp_path / "claim").read_text()
+        for rank in ranks:
+            assert all(ipaddress.ip_address(address).is_loopback for address in listening(rank))
