@@ -48,6 +48,8 @@ def test_private_names_of_torch_are_only_in_compat() -> None:
         if path.name == "compat.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
+            if ast.unparse(node) == "os._exit":  # a public function of Python
+                continue
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 root = node
                 while isinstance(root, ast.Attribute):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -239,11 +240,14 @@ def test_a_rank_that_raises_is_told_once_in_plain_words(tmp_path: Path) -> None:
     assert "ChildFailedError" not in done.stderr
 
 
-def start_endless(tmp_path: Path) -> subprocess.Popen[str]:
+def start_endless(
+    tmp_path: Path, *arguments: str, preexec: Callable[[], object] | None = None
+) -> subprocess.Popen[str]:
     """Start a run that never ends by itself and return it once it trains."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [*COMMAND, "--ranks", "2", "--out", str(tmp_path), *ENDLESS],
+        [*COMMAND, "--ranks", "2", "--out", str(tmp_path), *ENDLESS, *arguments],
+        preexec_fn=preexec,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

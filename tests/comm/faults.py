@@ -29,6 +29,8 @@ GRACE = 10.0
 """Seconds in which a rank says what it knows, after ``stall_timeout``, and its process ends."""
 START = 100.0
 """Seconds until the rank must have broken."""
+HANG = STALL_TIMEOUT + 4.0
+"""Seconds that a rank hangs: until the others have found it missing."""
 OWN_ERRORS = {"raise": "BrokenError", "exhaust": "OutOfMemoryError"}
 """What the rank that breaks raises."""
 BREAKING_STEP = 3
@@ -40,7 +42,7 @@ class Case:
     """What breaks, where and on which rank."""
 
     fault: str
-    """kill, stop, raise, exhaust (memory) or disagree."""
+    """kill, stop, raise, exhaust (memory), hang (for a while) or disagree."""
     place: str
     """forward, backward, step or save."""
     rank: int = 1
@@ -170,6 +172,8 @@ def break_here(case: Case, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif case.fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif case.fault == "hang":
+        time.sleep(HANG)
     elif case.fault == "raise":
         raise BrokenError("on purpose")
     elif case.fault == "exhaust":
@@ -271,6 +275,9 @@ def assert_ended_well(case: Case, ends: dict[int, End]) -> None:
         else:
             assert end.kind in ("StallError", "DisagreementError", "CheckpointError"), end
             assert re.search(rf"\brank {case.rank}(,| has| is| failed|:)", end.text), end.text
+            if end.kind == "StallError" and case.fault != "disagree":
+                missing = re.findall(r"; rank (\d+)(?: is alive| has died|, which has the store)", end.text)
+                assert {*missing} <= {str(case.rank)}, f"rank {rank} misses another rank: {end.text}"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ CASES = {
         Case("raise", "step", rank=0, stage=0),
         Case("raise", "save", stage=2),
         Case("disagree", "forward"),
+        Case("hang", "forward", rank=1, stage=0),
+        Case("hang", "step", rank=0, world=3, stage=0),
+        Case("hang", "backward", rank=1, world=3, stage=0),
     )
 }
 

@@ -84,7 +84,7 @@ def test_both_ranks_are_told_of_an_evaluation_that_only_rank_zero_made() -> None
             text
         )
         assert re.search(
-            r"^rank \d waited in a (for|back)ward, which is collective.*; rank \d is in a (for|back)ward; ", text
+            r"\brank \d waited in a (for|back)ward, which is collective.*; rank \d is in a (for|back)ward; ", text
         )
 
 

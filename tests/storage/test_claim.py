@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import CheckpointError
-from zeroshard.storage import background, folder
+from zeroshard.storage import background, claim
 
 WRITES_SLOWLY = """
 import sys, time, torch, zeroshard
@@ -112,7 +113,7 @@ def test_a_file_system_without_locks_is_saved_to_as_before(tmp_path: Path, monke
     def has_none(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folder.fcntl, "lockf", has_none)
+    monkeypatch.setattr(claim.fcntl, "lockf", has_none)
     for number in range(2):
         zeroshard.save(tmp_path / "saved", *small(), extra=number)
     assert zeroshard.load(tmp_path / "saved", *small()) == 1
@@ -131,13 +132,13 @@ def test_a_lock_counts_however_long_nothing_is_written(tmp_path: Path) -> None:
 
 def test_a_claim_that_may_not_be_opened_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "claim").touch()
-    assert not folder.is_claimed(tmp_path)
+    assert not claim.is_claimed(tmp_path)
 
     def forbidden(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(folder.os, "open", forbidden)
-    assert folder.is_claimed(tmp_path)
+    monkeypatch.setattr(claim.os, "open", forbidden)
+    assert claim.is_claimed(tmp_path)
 
 
 def test_a_claim_that_cannot_be_written_leaves_no_folder_and_no_open_file(
@@ -149,12 +150,89 @@ def test_a_claim_that_cannot_be_written_leaves_no_folder_and_no_open_file(
     before = len(os.listdir("/proc/self/fd"))
     model = small()
     with monkeypatch.context() as patch:
-        patch.setattr(folder.os, "write", full)
+        patch.setattr(claim.os, "pwrite", full)
         with pytest.raises(CheckpointError, match="No space left on device; make room there"):
             zeroshard.save(tmp_path / "saved", *model)
     assert not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == before
     zeroshard.save(tmp_path / "saved", *model)
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+CLAIMS = """
+import sys, time
+from pathlib import Path
+from zeroshard.storage.claim import claimed
+
+with claimed(Path(sys.argv[1])):
+    print("claimed", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def claimed_by_another(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", CLAIMS, str(folder)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"claimed\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_folder_of_another_job_is_refused_by_name_until_that_job_has_died(tmp_path: Path) -> None:
+    said = (
+        rf"run is being written by another job \(process {{}} on {re.escape(socket.gethostname())}, since 20[\d: -]+\)"
+    )
+    with claimed_by_another(tmp_path / "run") as other:
+        with (
+            pytest.raises(CheckpointError, match=f"{said.format(other.pid)}; give every job a folder of its own, or"),
+            claim.claimed(tmp_path / "run"),
+        ):
+            pass
+        assert claim.is_claimed(tmp_path / "run")
+        other.kill()
+        other.wait()
+        with claim.claimed(tmp_path / "run"):
+            assert f"process {os.getpid()} on " in (tmp_path / "run" / "claim").read_text()
+    assert not claim.is_claimed(tmp_path / "run")
+
+
+def test_a_claim_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for name in ("new", "old"):
+        with claim.claimed(tmp_path / name):
+            assert [entry.name for entry in (tmp_path / name).iterdir()] == ["claim"]
+    assert not (tmp_path / "new").exists()
+    assert not list((tmp_path / "old").iterdir())
+
+
+def test_a_second_claim_of_the_same_process_is_refused_and_the_first_stays_locked(tmp_path: Path) -> None:
+    looks = "import sys; from pathlib import Path; from zeroshard.storage.claim import is_claimed\n"
+    looks += "sys.exit(not is_claimed(Path(sys.argv[1])))"
+    with claim.claimed(tmp_path / "run"):
+        with pytest.raises(CheckpointError, match="this one"), claim.claimed(tmp_path / "run"):
+            pass
+        assert subprocess.run([sys.executable, "-c", looks, str(tmp_path / "run")], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_something_else_that_is_called_a_claim_stays_as_it_is(kind: str, tmp_path: Path) -> None:
+    target, file = tmp_path / "target", tmp_path / "run" / "claim"
+    file.parent.mkdir()
+    target.write_text("my notes")
+    if kind == "file":
+        file.write_text("my notes")
+    elif kind == "link":
+        file.symlink_to(target)
+    else:
+        file.mkdir()
+    with pytest.raises((CheckpointError, OSError)), claim.claimed(tmp_path / "run"):
+        pass
+    assert target.read_text() == "my notes"
+    assert file.is_dir() or file.read_text() == "my notes"
 
 
 # -- what saves to other paths have left ------------------------------------------------------------------------------
@@ -192,7 +270,7 @@ def test_what_this_process_writes_at_another_path_stays_and_stays_locked(
     first = zeroshard.save(tmp_path / "step-1", *small(), extra=1, asynchronous=True)
     zeroshard.save(tmp_path / "step-2", *small(), keep=5)
     (partial,) = tmp_path.glob(".step-1.*.partial")
-    looks = "import sys; from pathlib import Path; from zeroshard.storage.folder import is_claimed\n"
+    looks = "import sys; from pathlib import Path; from zeroshard.storage.claim import is_claimed\n"
     looks += "sys.exit(not is_claimed(Path(sys.argv[1])))"
     assert subprocess.run([sys.executable, "-c", looks, str(partial)], check=False).returncode == 0
     gate.set()
@@ -226,9 +304,9 @@ def test_where_there_are_no_locks_what_is_written_at_another_path_stays(
         raise OSError(37, "No locks available")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.fcntl, "lockf", has_none)
+        patch.setattr(claim.fcntl, "lockf", has_none)
         other = tmp_path / ".step-1.0123456789abcdef.partial"
-        folder.FolderClaim(other)
-    folder._own.clear()  # as if another process's
+        claim.FolderClaim(other)
+    claim._own.clear()  # as if another process's
     zeroshard.save(tmp_path / "step-2", *small(), keep=1)
     assert (other / "claim").exists()

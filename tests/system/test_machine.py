@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from zeroshard.system import machine
@@ -114,6 +115,21 @@ def test_ranks_of_one_host_meet_at_its_loopback_address(monkeypatch: pytest.Monk
     for name, value in {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "somewhere"}.items():
         monkeypatch.setenv(name, value)
     assert address_for_ranks() == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("master", "here"), [("localhost", True), ("::1", True), ("127.0.1.1", True), ("node0", False)]
+)
+def test_without_a_count_of_local_ranks_the_address_of_rank_zero_tells_whether_all_ranks_are_here(
+    master: str, here: bool
+) -> None:
+    assert machine.all_ranks_are_here({"WORLD_SIZE": "2", "MASTER_ADDR": master}) == here
+
+
+def test_the_loopback_interface_has_the_loopback_address() -> None:
+    name = machine.loopback_interface()
+    assert name is not None
+    assert "127.0.0.1" in {address.address for address in psutil.net_if_addrs()[name]}
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "no-such-host.invalid", None])

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config.job import DEVICES, Job, load_job, presets, resolve_device
+from ..storage.claim import is_claimed, refusal
 from ..storage.folder import candidates
 from ..storage.format import CheckpointError
 from ..system.machine import ensure_bf16_matmul, usable_cores
@@ -19,6 +20,7 @@ from ..train.gpt_weights import earlier_weights
 from ..train.launch import Nodes, launch, under_torchrun
 from ..train.loop import train
 from ..train.probe import LEAST_STEPS_TO_TRACE
+from ..train.stopping import LauncherWatch
 from .job_options import add_job_options, overrides
 
 HELP = "train a GPT from a TOML configuration, on one machine or many"
@@ -104,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         out = arguments.out or Path("runs") / job.name
         _check_resume(arguments, job, out)
         earlier_weights(out)
+        _check_free(out, nodes)
     except (CheckpointError, OSError) as error:
         raise ValueError(error) from None
     if device == "cpu" and (message := ensure_bf16_matmul()):
@@ -114,12 +117,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _be_a_rank(job: Job, out: Path, trace_file: Path | None, resume: str) -> int:
+    launcher = LauncherWatch()
     # Ctrl-C ends a rank at once, also inside a collective, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         record(train)(job, out, trace_file, resume)
     except Exception:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # else the launcher reads the error there and prints it
+        # Where there is a file for errors, the launcher reads the error there and prints it.
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ or launcher.is_gone():
             traceback.print_exc()
         return 1
     return 0
@@ -165,6 +170,12 @@ def _check_resume(arguments: argparse.Namespace, job: Job, out: Path) -> None:
             f"{out / FOLDER} holds checkpoints of an earlier run, which this one would replace; add --resume auto to "
             "go on from them, or choose another folder with --out"
         )
+
+
+def _check_free(out: Path, nodes: Nodes) -> None:
+    """Refuse a folder that another job writes to, before ranks are started. Rank 0 claims the folder."""
+    if not under_torchrun() and nodes.node_rank == 0 and is_claimed(out):
+        raise ValueError(f"--out: {refusal(out, out)}")
 
 
 def _nodes(arguments: argparse.Namespace) -> Nodes:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..system import machine
+
 if TYPE_CHECKING:
     from .fabric import Fabric
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 def start_process_group(device: torch.device) -> None:
     """Starts a group with the device's backend, if there is none yet and torchrun has set the rank."""
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _stay_off_the_network()
         backend, index = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         store = _store_of_restart()
         if store is None:
@@ -23,6 +26,17 @@ def start_process_group(device: torch.device) -> None:
         else:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=index)
+
+
+def _stay_off_the_network() -> None:
+    """Lets Gloo and NCCL listen where no other machine reaches them, if all ranks are here. The user's choice counts.
+
+    Both would take the address of the machine's name, or of its first network, and let everybody connect.
+    """
+    interface = machine.loopback_interface() if machine.all_ranks_are_here() else None
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" NCCL takes any name that begins so
 
 
 def _store_of_restart() -> Any:

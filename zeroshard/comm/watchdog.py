@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from . import posts as posting
 from .posts import Post, Posts
-from .store import BoundedStore, StoreError, server_of_the_store
+from .store import BoundedStore, StoreError, served_by_rank_zero, server_of_the_store
 
 SILENT_BEATS = 3
 """A rank that has not posted for so many beats counts as dead."""
+READ_BEATS = 2
+"""Every rank has read a failure after so many beats. Until then, rank 0 must not end if it serves the store."""
 FORWARD = "a forward"
 EVALUATION = "a forward without gradients, as in evaluation or generate()"
 BACKWARD = "a backward"
@@ -154,47 +156,50 @@ class Watchdog:
             raise StallError(self.broken) from error
 
     def explain(self, waiting_in: str) -> str:
-        """Names the call that waited, the missing rank and where it is, then the collective.
+        """Names the call that waited, the missing rank and where it is, then the collective. All ranks name one rank.
 
-        Reads all posts twice, some beats apart: the post of a slow rank changes, the post of a dead rank does not.
+        The first rank that explains a stall tells the others. This rank ends, too, and a rank that comes late would
+        else find this rank missing, or the store gone.
         """
         opening = f"rank {self.rank} waited for {waiting_in}"
         try:
             failed = self.posts.failure()
-            if failed is not None:
-                return f"{opening}, and {failed}"
-            before = self.posts.read_all()
-            self.stopped.wait(SILENT_BEATS * posting.BEAT_SECONDS)
-            after = self.posts.read_all()
+            if failed is None:
+                explained = self._look_for_missing(opening)
+                self.fail(explained)
+                failed = self.posts.failure()  # another rank may have been faster
         except StoreError as error:
             state = "cannot be reached: it has died or left" if error.lost else "does not answer: it is stopped"
             return self._in_words(None, f"{self._timed(opening)}; {server_of_the_store()} {state}")
-        explained, gone = self._compare(self._timed(opening), before, after)
-        if gone:
-            self.fail(explained)  # this rank ends, too: the others shall know which rank was the first
-        return explained
+        if self.rank == 0 and served_by_rank_zero():
+            self.stopped.wait(READ_BEATS * posting.BEAT_SECONDS)
+        return explained if failed is None else f"{opening}, and {failed}"
+
+    def _look_for_missing(self, opening: str) -> str:
+        """Reads all posts twice, some beats apart: the post of a slow rank changes, that of a dead rank does not."""
+        before = self.posts.read_all()
+        self.stopped.wait(SILENT_BEATS * posting.BEAT_SECONDS)
+        return self._compare(self._timed(opening), before, self.posts.read_all())
 
     def _timed(self, opening: str) -> str:
         return f"{opening} (stall_timeout={self.timeout:g} s)"
 
-    def _compare(self, opening: str, before: dict[int, Post], after: dict[int, Post]) -> tuple[str, bool]:
-        """The explanation from two readings of the posts, and whether the rank that is missing is gone."""
+    def _compare(self, opening: str, before: dict[int, Post], after: dict[int, Post]) -> str:
+        """The explanation from two readings of the posts."""
         others = [rank for rank in range(self.world) if rank != self.rank]
         for rank in others:
             if rank not in after:
-                return self._in_words(
-                    None, f"{opening}; rank {rank} has died or left, or is stopped (never seen)"
-                ), True
+                return self._in_words(None, f"{opening}; rank {rank} has died or left, or is stopped (never seen)")
             if before.get(rank) == after[rank]:
                 details = f"{opening}; rank {rank} has died or left, or is stopped (last seen at {after[rank].where})"
-                return self._in_words(_Other(rank, after[rank], gone=True), details), True
+                return self._in_words(_Other(rank, after[rank], gone=True), details)
         behind = min(others, key=lambda rank: after[rank].joint)
         where, other = after[behind].where, _Other(behind, after[behind], gone=False)
         if all(post.joint <= after[behind].joint for post in after.values()):
             details = f"{opening}; rank {behind} is alive, at {where}, and did not join"
         else:
             details = f"{opening}; rank {behind} is alive but behind: its last collective was {where}"
-        return self._in_words(other, details), False
+        return self._in_words(other, details)
 
     def _in_words(self, other: _Other | None, details: str) -> str:
         """The explanation in the words of the user's program, followed by the details of the collective."""

@@ -25,8 +25,9 @@ from torch import Tensor
 from ..comm.fabric import Fabric
 from ..offload.pinned import HostBlock, aligned
 from ..system import compat, machine
+from .claim import FolderClaim
 from .contents import Contents, Item
-from .folder import FolderClaim, clear, keep_newest, partial_of, publish, time_after
+from .folder import clear, keep_newest, partial_of, publish, time_after
 from .format import (
     BUFFER,
     CLAIM,
@@ -269,7 +270,8 @@ def abandon_all() -> None:
 
 
 @atexit.register
-def _finish_all() -> None:
+def finish_all() -> None:
+    """Waits for the saves of this process, without the other ranks. Removes those that did not succeed."""
     for saving in list(_unfinished):
         saving.finish_at_exit()
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: where a new one is written, who writes there, which is the newest, which are removed.
+"""Folders of checkpoints: where a new one is written, which is the newest, which are removed.
 
 A checkpoint is written under a hidden name, and takes its own name when it is complete. A checkpoint that is replaced
 stays until then. After a crash at any moment, one of the two is complete.
@@ -10,128 +10,19 @@ finishes a removal that a crash interrupted.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
-import socket
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .format import (
-    CLAIM,
-    LARGEST_MARKER,
-    LATEST_NS,
-    MARKER,
-    OWN_NAME,
-    CheckpointError,
-    Marker,
-    has_marker,
-    open_plain,
-    read_marker,
-)
+from .claim import FolderClaim, is_claimed, is_left, is_own, refusal
+from .format import LATEST_NS, MARKER, OWN_NAME, CheckpointError, Marker, has_marker, read_marker
 from .write import sync_folder
 
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]+\.partial")
 _REMOVING = re.compile(r"\.zeroshard\.[0-9a-f]{16}\.removing")
-
-LONGEST_SILENCE = 24 * 3600.0
-"""Seconds without a write, after which nobody is taken to write into a folder of another machine."""
-
-# -- who writes into a folder -----------------------------------------------------------------------------------------
-
-_own: set[str] = set()
-"""Names of the folders that this process writes into; every name has a token. The locked files in these folders must
-not be opened a second time: when any descriptor of a file is closed, the system gives back the process's lock on it."""
-
-
-class FolderClaim:
-    """A new folder that this process writes into, until ``release``.
-
-    A file in the folder is locked. The system gives the lock back when the process ends, however it ends. So a folder
-    that a killed job has left is known at once.
-
-    Where a file system has no locks, nothing prevents two jobs from saving to one path. They still never mix: each has
-    a folder of its own, and the job whose folder the other one removes fails.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self._descriptor: int | None = None
-        _own.add(folder.name)
-        try:
-            self._descriptor = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            if _lock(self._descriptor, fcntl.LOCK_EX) is None:
-                os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        except BaseException:
-            self.discard()
-            raise
-
-    def release(self) -> None:
-        """Gives the lock back."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-        _own.discard(self.folder.name)
-
-    def discard(self) -> None:
-        """Gives the lock back, and removes what a save has written into the folder."""
-        self.release()
-        with contextlib.suppress(OSError):
-            remove(self.folder)
-
-
-def _lock(descriptor: int, kind: int) -> OSError | None:
-    """Locks a file. Returns why the file cannot be locked; None if it is locked."""
-    try:
-        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        return error
-    return None
-
-
-def is_claimed(folder: Path) -> bool:
-    """True if somebody writes into a folder: this process, or another one."""
-    if folder.name in _own:
-        return True
-    try:  # a shared lock needs a file that is open for reading; waits for no pipe, follows no link
-        descriptor = os.open(folder / CLAIM, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # the file of another user
-    try:
-        return isinstance(_lock(descriptor, fcntl.LOCK_SH), BlockingIOError | PermissionError)
-    finally:
-        os.close(descriptor)
-
-
-def is_left(folder: Path) -> bool:
-    """True if a process wrote into a folder and has ended. False if that is not certain."""
-    if folder.name in _own:
-        return False
-    # The process writes its name after it has the lock, so the name is looked for before the lock. The locks of another
-    # machine are not seen on every file system, and some have none: there only a long silence tells.
-    here = _writer(folder).endswith(f" on {socket.gethostname()}")
-    return not is_claimed(folder) and (here or _seconds_silent(folder) > LONGEST_SILENCE)
-
-
-def _seconds_silent(folder: Path) -> float:
-    """Seconds since something was written into a folder."""
-    with contextlib.suppress(OSError):
-        return time.time() - max(folder.stat().st_mtime, *(entry.stat().st_mtime for entry in _entries_of(folder)))
-    return 0.0
-
-
-def _writer(folder: Path) -> str:
-    """The name of the process that writes, or wrote, into a folder; empty if it is not known."""
-    try:
-        with open_plain(folder / CLAIM) as file:
-            return file.read(LARGEST_MARKER).decode(errors="replace")
-    except (OSError, CheckpointError):
-        return ""
-
 
 # -- a new checkpoint -------------------------------------------------------------------------------------------------
 
@@ -184,12 +75,9 @@ def prepare(path: Path, token: str) -> FolderClaim:
     try:
         others = [folder for folder in _partials_of(path) if folder != claim.folder]
         for folder in filter(is_claimed, others):
-            if folder.name in _own:
+            if is_own(folder):
                 raise CheckpointError(f"{path} is still being written by another save; wait() for that one first")
-            raise CheckpointError(
-                f"{path} is being written by another job ({_writer(folder) or 'which has just ended'}); give every job "
-                "a folder of its own, or end that one"
-            )
+            raise CheckpointError(refusal(path, folder))
         complete, _ = _sorted(others)
         if complete and _is_newer(complete[0], path):  # a save to this path ended before its last rename
             publish(complete[0].folder, path)
@@ -198,9 +86,16 @@ def prepare(path: Path, token: str) -> FolderClaim:
             with contextlib.suppress(OSError):
                 remove(folder)
     except BaseException:
-        claim.discard()
+        discard(claim)
         raise
     return claim
+
+
+def discard(claim: FolderClaim) -> None:
+    """Gives up a claim, and removes what a save has written into the folder."""
+    claim.release()
+    with contextlib.suppress(OSError):
+        remove(claim.folder)
 
 
 def publish(partial: Path, path: Path) -> None:

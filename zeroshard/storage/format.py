@@ -42,7 +42,7 @@ VERSION = 2
 INDEX = "index.json"
 MARKER = "COMPLETE"
 CLAIM = "claim"
-"""A file that the process which writes the checkpoint has locked; see ``folder.FolderClaim``."""
+"""A file that the process which writes the checkpoint has locked; see ``claim.FolderClaim``."""
 _WRITTEN_WHOLE = r"(index\.json|COMPLETE|rank-\d{5,}\.json)"
 DATA_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 OWN_NAME = re.compile(rf"claim|rank-\d{{5,}}\.safetensors|{_WRITTEN_WHOLE}|\.{_WRITTEN_WHOLE}\.tmp")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..system.sizes import size_text
-from .folder import FolderClaim, is_left
+from .claim import FolderClaim, is_left
 from .format import CheckpointError, safetensors_header
 from .write import NO_ROOM, bytes_of, sync_folder
 

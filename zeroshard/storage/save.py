@@ -21,8 +21,9 @@ from ..runtime import Runtime, runtime_of
 from ..system import compat
 from ..system.sizes import size_text
 from .background import Saving, Snapshots, snapshot_bytes, wait_on_all
+from .claim import FolderClaim
 from .contents import collect
-from .folder import FolderClaim, partial_of, prepare
+from .folder import discard, partial_of, prepare
 from .format import CheckpointError
 from .write import remedy_of
 
@@ -102,7 +103,7 @@ def save(
             _check_seen(partial_of(target, token), [sees for sees, _ in begin.all])
         except BaseException:
             if claim is not None:
-                claim.discard()
+                discard(claim)
             raise
         # All ranks block or none does: in the next step, the other ranks would wait for ranks that block.
         if asynchronous and (why := _why_blocking(size, lacking, [text for _, text in begin.all])):

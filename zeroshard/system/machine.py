@@ -7,6 +7,7 @@ this module starts no process and sets no variable.
 
 import contextlib
 import enum
+import fcntl
 import hashlib
 import ipaddress
 import math
@@ -15,6 +16,7 @@ import re
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -39,6 +41,7 @@ assert (a @ a)[0, 0].item() == 128
 """
 LOOPBACK: Final = "127.0.0.1"
 ANYWHERE: Final = "192.0.2.1"  # RFC 5737: an address of documentation, where nobody is
+_GET_FLAGS, _UP, _LOOPBACK = 0x8913, 0x1, 0x8  # Linux: SIOCGIFFLAGS, IFF_UP, IFF_LOOPBACK
 _PROBE_TIMEOUT: Final = 120.0  # seconds; importing torch from a cold disk is slow, the product is not
 
 
@@ -272,16 +275,43 @@ def _read(file: Path) -> str | None:
         return None
 
 
+def all_ranks_are_here(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether all ranks run on this machine, by torchrun's variables. False if the variables do not tell.
+
+    >>> all_ranks_are_here({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"})
+    True
+    >>> all_ranks_are_here({"WORLD_SIZE": "8", "MASTER_ADDR": "localhost"})  # no other machine would find rank 0
+    True
+    """
+    local, host = environment.get("LOCAL_WORLD_SIZE"), environment.get("MASTER_ADDR", "")
+    if local is not None:  # then rank 0 may call its own host "localhost", although others are elsewhere
+        return local == environment.get("WORLD_SIZE")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: it may resolve to the loopback address on its own machine alone
+        return False
+
+
+def loopback_interface() -> str | None:
+    """Return the name of the network interface that no other machine reaches. None if it is not found."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            answer = fcntl.ioctl(asked, _GET_FLAGS, struct.pack("256s", name.encode()))
+            (flags,) = struct.unpack_from("H", answer, 16)
+            if flags & _UP and flags & _LOOPBACK:
+                return name
+    return None
+
+
 def address_for_ranks() -> str | None:
     """The address at which the other ranks reach this host. None if the environment does not tell.
 
     The host's own name often resolves to an address that only the host itself can reach. So the address is the one
     that the system would use towards the host of rank 0. Nothing is sent to find it out.
     """
-    known = os.environ.get
-    if known("LOCAL_WORLD_SIZE") is not None and known("LOCAL_WORLD_SIZE") == known("WORLD_SIZE"):
+    if all_ranks_are_here():
         return LOOPBACK
-    for target in filter(None, (known("MASTER_ADDR"), ANYWHERE)):
+    for target in filter(None, (os.environ.get("MASTER_ADDR"), ANYWHERE)):
         with contextlib.suppress(OSError):
             family, kind, protocol, _, where = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as probe:

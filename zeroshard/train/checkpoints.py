@@ -1,10 +1,7 @@
 """Checkpoints of a training run: saved every few steps and when a signal stops the run, loaded when the run resumes."""
 
-import os
-import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 from torch import nn
@@ -16,11 +13,10 @@ from ..runtime import runtime_of
 from ..storage.background import Saving, abandon_all
 from ..storage.folder import candidates
 from ..storage.load import read_extra
+from .stopping import BY_SIGNAL, StopSignals
 
 FOLDER = "checkpoints"
 AUTO, NEVER = "auto", "never"
-STOP_FILE = "ZEROSHARD_STOP_FILE"  # environment variable: a file in which rank 0 tells the launcher of an early end
-BY_SIGNAL = "SIGTERM"
 FIXED = ("lr", "weight_decay")
 """Settings of `[train]` that a resumed run takes from the checkpoint of its optimizer. Other values have no effect."""
 
@@ -112,27 +108,28 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 class RunCheckpoints:
-    """Saves a run. Use as a context manager: inside it, SIGTERM asks for a checkpoint and an orderly end."""
+    """Saves a run. Use as a context manager: inside it, SIGTERM or SIGHUP asks for a checkpoint and an orderly end."""
 
     def __init__(self, start: Start, out: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
         self._start, self._folder = start, out / FOLDER
         self._states = model, optimizer, scheduler
         self._runtime = runtime_of(model)
-        self._former_handler: Any = None
+        self._signals = StopSignals(self._ask_to_stop)
         self._saving: Saving | None = None
         self.stopped: str | None = None
         """Why the run ended early; None if it did not."""
+        self.stopped_by_signal = False
 
     def __enter__(self) -> Self:
-        self._former_handler = signal.signal(signal.SIGTERM, self._note)
+        self._signals.__enter__()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        signal.signal(signal.SIGTERM, self._former_handler)
+        self._signals.__exit__()
         if error is not None:
             abandon_all()  # a rank that failed will not write its part, so no rank should wait for it
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _ask_to_stop(self) -> None:
         self._runtime.reducer.stop_asked = True  # the next step tells the other ranks
 
     def load(self) -> dict[str, Any] | None:
@@ -148,7 +145,10 @@ class RunCheckpoints:
 
         A signal counts for all ranks from the first step that begins after it.
         """
-        reason = BY_SIGNAL if self._runtime.reducer.stop_agreed else self._runtime.faults.stop_reason
+        self.stopped_by_signal = self._runtime.reducer.stop_agreed
+        reason = self._runtime.faults.stop_reason
+        if self.stopped_by_signal:
+            reason = self._signals.received or f"{BY_SIGNAL} to another rank"
         every = self._start.job.train.save_every
         if reason is not None or (every and step % every == 0):
             self._save(step, record, asynchronous=reason is None)
@@ -172,9 +172,3 @@ class RunCheckpoints:
         self._saving = zeroshard.save(
             self.path_of(step), *self._states, extra=extra, asynchronous=asynchronous, keep=job.train.keep
         )
-
-
-def tell_launcher(reason: str) -> None:
-    """Tell the process that started the ranks that the run ended early, and why."""
-    if file := os.environ.get(STOP_FILE):
-        Path(file).write_text(reason)

@@ -2,21 +2,24 @@
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ..system.machine import usable_cores
-from .checkpoints import BY_SIGNAL, STOP_FILE
+from .rendezvous import one_node_options
+from .stopping import BY_SIGNAL, LAUNCHER, SAVING_SECONDS, STOP_FILE, leave_closed_terminal
 
-SAVING_SECONDS = 300
+FORWARDED = "SIGTERM,SIGINT,SIGQUIT"  # signals that torchrun passes on to the ranks; `_end_ranks` passes on SIGHUP
 INTERRUPTED = 128 + signal.SIGINT  # the shell's exit code for a command ended by Ctrl-C
 
 
@@ -34,7 +37,7 @@ class Nodes:
     def torchrun_options(self) -> list[str]:
         """Return torchrun's rendezvous options."""
         if self.nnodes == 1:
-            return ["--standalone"]
+            return one_node_options(secrets.token_hex(8))
         given = {name: value for name, value in asdict(self).items() if value is not None}
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
@@ -51,8 +54,10 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0
     # Ranks that are told to stop save first. The default of torchrun is to kill them after 30 seconds.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_SECONDS))
     options = [*nodes.torchrun_options(), f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    options.append(f"--signals-to-handle={FORWARDED}")
     options += ["-m", "zeroshard", *arguments]
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:
+        os.environ[LAUNCHER] = str(os.getpid())
         stop_file = os.environ[STOP_FILE] = str(Path(folder, "stopped"))
         code = _run(options)
         reason = Path(stop_file).read_text() if Path(stop_file).exists() else None
@@ -65,6 +70,8 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0
 
 def _run(options: list[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's own messages about a failure; `_tell` prints what matters
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup
+    former = None if ignored else signal.signal(signal.SIGHUP, _end_ranks)
     try:
         torchrun.run(torchrun.parse_args(options))
     except ChildFailedError as error:
@@ -73,10 +80,22 @@ def _run(options: list[str]) -> int:
     except (KeyboardInterrupt, SignalException):
         return INTERRUPTED
     finally:
+        if not ignored:
+            signal.signal(signal.SIGHUP, former)
         logging.disable(logging.NOTSET)
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # shows the cursor: a rank that died may have hidden it
     return 0
+
+
+def _end_ranks(number: int, frame: FrameType | None) -> None:
+    """Let torchrun pass SIGHUP on to the ranks. A closed terminal often sends it twice, and the second is ignored.
+
+    torchrun's own handler would raise again, and leave ranks alone that save.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    leave_closed_terminal()
+    raise SignalException("the terminal was closed", signal.SIGHUP)
 
 
 def _tell(error: ChildFailedError) -> None:

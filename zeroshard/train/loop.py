@@ -3,6 +3,7 @@
 import math
 import os
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +17,16 @@ import zeroshard
 from ..comm.process_group import end_process_group, start_process_group
 from ..config.job import Job, resolve_device
 from ..runtime import runtime_of
+from ..storage.claim import claimed
 from ..system.allocator import defragment
 from ..system.machine import available_memory, device_of_rank, usable_cores
-from .checkpoints import BY_SIGNAL, NEVER, RunCheckpoints, Start, tell_launcher
+from .checkpoints import NEVER, RunCheckpoints, Start
 from .data import Corpus
 from .gpt import GPT, sample
 from .gpt_weights import load_weights, save_weights
 from .probe import Probe
 from .record import Record
+from .stopping import BY_SIGNAL, tell_launcher
 from .tensor_parallel import parallelise
 from .views import Bar, closing_table, evaluation_line, rank_zero_console, say, trace_line
 
@@ -63,9 +66,14 @@ class Rank:
 def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
     """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this. A trace is of rank 0.
 
-    `resume` is `auto`, `never` or the path of a checkpoint.
+    `resume` is `auto`, `never` or the path of a checkpoint. No other job can write to `out` meanwhile.
     """
     here = Rank.from_environment(job.train.device, job.train.tensor_parallel)
+    with claimed(out.absolute()) if here.rank == 0 else nullcontext():
+        _train(here, job, out, trace_file, resume)
+
+
+def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str) -> None:
     start = Start.find(job, out, resume, here.data_ranks)
     job = start.job
     console = rank_zero_console(here.rank)
@@ -137,9 +145,9 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
     if here.rank != 0:
         return
     if stopped is not None:
-        if stopped == BY_SIGNAL:
+        if checkpoints.stopped_by_signal:
             say(console, "go on with the same command and --resume auto")
-        tell_launcher(stopped)
+        tell_launcher(BY_SIGNAL if checkpoints.stopped_by_signal else stopped)
         return
     del model, optimizer, scheduler, probe, checkpoints  # room for the sample
     if record.trace is not None:

@@ -1,0 +1,113 @@
+"""What ends a run before its last step: a signal, a terminal that is closed, a launcher that is gone."""
+
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from ..storage.background import abandon_all, finish_all
+
+STOP_FILE = "ZEROSHARD_STOP_FILE"  # environment variable: a file in which rank 0 tells the launcher of an early end
+LAUNCHER = "ZEROSHARD_LAUNCHER"  # environment variable: the process of `zeroshard train` that started the ranks
+BY_SIGNAL = "a signal"
+SAVING_SECONDS = 300
+"""How long ranks that were told to stop may take to save."""
+LOOK_SECONDS = 0.2
+FINISH_SECONDS = 3.0
+"""How long a rank whose launcher is gone goes on writing a checkpoint that it has begun."""
+DROP_SECONDS = 1.0
+"""How long the rank then takes at most to remove what it has written."""
+
+_told_to_stop = threading.Event()
+
+
+class StopSignals:
+    """Inside, SIGTERM and SIGHUP ask a run to save and to end. A signal that was ignored stays so, as under nohup."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self._ask, self._former = ask, dict[int, Any]()
+        self.received: str | None = None
+        """The signal that this rank got; None if it got none."""
+
+    def __enter__(self) -> Self:
+        _told_to_stop.clear()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._former[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        _told_to_stop.set()
+        leave_closed_terminal()
+        self._ask()
+
+
+def leave_closed_terminal() -> None:
+    """Send output nowhere if its terminal was closed. Else the next line that is printed would raise."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                _send_nowhere(descriptor)
+
+
+def _send_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def tell_launcher(reason: str) -> None:
+    """Tell the process that started the ranks that the run ended early, and why."""
+    if file := os.environ.get(STOP_FILE):
+        Path(file).write_text(reason)
+
+
+class LauncherWatch:
+    """Ends this rank a few seconds after its launcher, however the launcher ends.
+
+    Only a rank of torchrun's agent has a launcher, which waits for its ranks. Whoever starts a process in another way
+    may end before the process: a shell in which it runs in the background, say.
+    """
+
+    def __init__(self) -> None:
+        self._launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+        self._told = threading.Lock()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=self._run, name="zeroshard-launcher", daemon=True).start()
+
+    def is_gone(self) -> bool:
+        """Return whether the launcher has ended. Says so on stderr the first time."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ or os.getppid() == self._launcher:
+            return False
+        if self._told.acquire(blocking=False):
+            rank = os.environ.get("RANK")
+            try:
+                text = f"rank {rank} ends: its launcher, process {self._launcher}, is gone"
+                print(f"zeroshard train: {text}", file=sys.stderr)
+            except OSError:  # the reader of the output is gone, too
+                _send_nowhere(2)
+        return True
+
+    def _run(self) -> None:
+        while not self.is_gone():
+            time.sleep(LOOK_SECONDS)
+        if _told_to_stop.is_set():  # the rank saves already, and ends by itself
+            time.sleep(SAVING_SECONDS)
+        finishing = threading.Thread(target=finish_all, name="zeroshard-finish", daemon=True)
+        finishing.start()
+        finishing.join(FINISH_SECONDS)
+        abandon_all()
+        finishing.join(DROP_SECONDS)
+        os._exit(1)
