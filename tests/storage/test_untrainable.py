@@ -291,6 +291,17 @@ def test_a_scheduler_inside_another_takes_only_entries_that_it_has(tmp_path: Pat
     refused(tmp_path / "saved", match, model, optimizer, scheduler=scheduler)
 
 
+@pytest.mark.parametrize("value", ["soon", 10**30, [1], True], ids=str)
+def test_a_schedulers_entry_of_another_kind_is_refused(value: object, tmp_path: Path) -> None:
+    model, optimizer = made()
+    scheduler = schedulers(optimizer)["one"]
+    scheduler.last_epoch = value
+    zeroshard.save(tmp_path / "saved", model, optimizer, scheduler=scheduler)
+    model, optimizer = made(seed=1)
+    with pytest.raises(zeroshard.CheckpointError, match=r"scheduler\.last_epoch that is .* where this run has 0"):
+        zeroshard.load(tmp_path / "saved", model, optimizer, scheduler=schedulers(optimizer)["one"])
+
+
 def test_a_scheduler_may_lack_entries_of_a_newer_torch(tmp_path: Path) -> None:
     model, optimizer = made()
     scheduler = schedulers(optimizer)["one"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .claim import FolderClaim, is_claimed, is_left, is_own, refusal
-from .format import LATEST_NS, MARKER, OWN_NAME, CheckpointError, Marker, has_marker, read_marker
+from .format import CLAIM, LATEST_NS, MARKER, OWN_NAME, CheckpointError, Marker, has_marker, read_marker
 from .write import sync_folder
 
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]+\.partial")

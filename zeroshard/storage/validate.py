@@ -337,13 +337,15 @@ def check_given(
 
 
 def _check_entries(index: Index, where: str, theirs: Any, mine: Any) -> None:
-    """A table must have no entry that this run's has not. Also looks into lists of tables: schedulers of schedulers.
+    """A table must have no entry that this run's has not, and entries of the same kind. Looks into tables and lists.
 
     torch's schedulers take every entry as an attribute. An entry called ``step`` would replace a method.
     """
+    if mine is None or theirs is None:  # a value that is not known yet
+        return
+    if _kind_of(theirs) is not _kind_of(mine):
+        raise _unfit(index, f"has {where} that is {quoted(theirs, 60)}, where this run has {quoted(mine, 60)}")
     if isinstance(mine, dict):
-        if not isinstance(theirs, dict):
-            raise _unfit(index, f"has {where} that is {quoted(theirs, 60)}, not a table")
         if unknown := [key for key in theirs if key not in mine]:
             raise _unfit(
                 index,
@@ -351,10 +353,22 @@ def _check_entries(index: Index, where: str, theirs: Any, mine: Any) -> None:
                 "Give that, or leave scheduler= out",
             )
         for key, entry in theirs.items():
-            if isinstance(mine[key], list | tuple) and isinstance(entry, list | tuple):
-                for place, (one, other) in enumerate(zip(entry, mine[key], strict=False)):
-                    if isinstance(other, dict) and isinstance(one, dict):
-                        _check_entries(index, f"{where}.{key}[{place}]", one, other)
+            if not isinstance(mine[key], dict):  # the entries of a table, such as milestones, may be others now
+                _check_entries(index, f"{where}.{key}", entry, mine[key])
+    elif isinstance(mine, list | tuple):
+        for place, (one, other) in enumerate(zip(theirs, mine, strict=False)):
+            _check_entries(index, f"{where}[{place}]", one, other)
+
+
+def _kind_of(value: object) -> object:
+    """What a value of a scheduler is: values of one kind can stand for each other."""
+    if isinstance(value, bool):
+        return bool
+    if isinstance(value, int | float):
+        return float if isinstance(value, float) or value.bit_length() < 64 else None
+    if isinstance(value, list | tuple):
+        return list
+    return dict if isinstance(value, dict) else type(value)
 
 
 def _position(part: Part) -> object:
