@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from ..system.words import line, quoted
+from ..system.words import line, quoted, told
 from .regions import Region, numel_of, whole
 
 VERSION = 2
@@ -372,7 +372,7 @@ def read_marker(folder: Path) -> Marker | None:
         if isinstance(error, PermissionError) and not has_marker(folder):  # a folder of another user, as lost+found
             return None
         raise CheckpointError(
-            f"{file} is damaged ({type(error).__name__}: {error}), so {folder} is not known to be complete, nor how "
+            f"{file} is damaged ({told(error)}), so {folder} is not known to be complete, nor how "
             "new it is; name another checkpoint by its own path, or pass allow_older=True; once that folder is moved "
             "away, it is not asked for again"
         ) from error

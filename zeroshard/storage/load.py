@@ -19,6 +19,7 @@ from ..optim.optimizer import ShardedOptimizer
 from ..runtime import Runtime, runtime_of
 from ..states.flat import Flat
 from ..system import compat
+from ..system.words import told
 from . import random_state
 from .contents import buffers_of, extra_states_of, local_region, name_of, region_of, tensors_of
 from .folder import candidates
@@ -213,7 +214,7 @@ class _Values(NamedTuple):
         except Exception as error:  # three libraries raise errors of any type
             raise InvalidIndexError(
                 f"{file}: random of rank {self.predecessor.rank} is no state of random generators, "
-                f"{type(error).__name__}: {error}; load it with random=False"
+                f"{told(error)}; load it with random=False"
             ) from error
 
     def give(self, wanted: _Wanted) -> None:
@@ -238,7 +239,7 @@ def _give_state(name: str, thing: Any, state: Any) -> None:
     except Exception as error:
         kind = type(thing).__name__
         raise CheckpointError(
-            f"{name}: {kind}.load_state_dict() does not take what was saved, {type(error).__name__}: {error}; model "
+            f"{name}: {kind}.load_state_dict() does not take what was saved, {told(error)}; model "
             f"and optimizer are loaded, the {name} is not. Was it of another kind? Give that, or leave {name}= out"
         ) from error
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..system.sizes import size_text
-from ..system.words import quoted
+from ..system.words import quoted, told
 from .format import (
     CHUNK,
     INDEX,
@@ -155,7 +155,7 @@ def read_index(folder: Path, tensors: int | None = None) -> Index:
     except KeyError as error:
         raise CheckpointError(f"{file} is no index: KeyError: {quoted(error.args[0])}") from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no index: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{file} is no index: {told(error)}") from error
 
 
 def _index_from(folder: Path, value: Any) -> Index:

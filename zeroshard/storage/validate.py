@@ -252,7 +252,7 @@ def check_about(index: Index) -> dict[str, Any]:
     try:
         json.dumps(about)
     except (TypeError, ValueError) as error:
-        raise InvalidIndexError(f"{index.file}: about is no JSON, {error}") from error
+        raise InvalidIndexError(f"{index.file}: about is no JSON, {line(str(error), 200)}") from error
     return node.table()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..system.words import quoted
+from ..system.words import quoted, told
 from .format import DTYPES, SAFETENSORS, CheckpointError, shape_from
 
 SMALL_BYTES = 1024
@@ -112,7 +112,7 @@ def decode(value: Any, where: str, large: Callable[[str], Tensor], depth: int = 
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, EncodingError | CheckpointError):  # also: the file of a large tensor is damaged
             raise
-        raise EncodingError(f"{where} holds something that is no value: {type(error).__name__}: {error}") from error
+        raise EncodingError(f"{where} holds something that is no value: {told(error)}") from error
 
 
 def _decode_tagged(value: dict[str, Any], where: str, large: Callable[[str], Tensor], depth: int) -> Any:

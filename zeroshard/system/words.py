@@ -44,6 +44,11 @@ def line(text: str, most: int = 400) -> str:
     return _cut(_printable(_cut(text, 4 * most)), most)  # cut first, so that a long text costs nothing
 
 
+def told(error: BaseException) -> str:
+    """An error's class and words, on one short line."""
+    return f"{type(error).__name__}: {line(str(error), 200)}"
+
+
 def printable(text: str) -> str:
     r"""A text for a terminal: control characters are written as escapes, except the ends of lines.
 
