@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -74,12 +75,29 @@ def test_a_folder_in_which_a_job_runs_is_refused_to_another_and_taken_over_when_
     assert not (tmp_path / "claim").exists()
 
 
+def alive_after(seconds: float, processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Wait until processes have ended, and return those that have not in time. Not everywhere somebody reaps them."""
+    deadline = time.monotonic() + seconds
+    while alive := [one for one in processes if one.is_running() and status_of(one) != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return alive
+
+
+def status_of(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.slow
 def test_ranks_end_soon_after_their_launcher_and_leave_no_half_of_a_checkpoint(tmp_path: Path) -> None:
     process = start_endless(tmp_path, "--save-every", "2")
     ranks = rank_processes(process)
     process.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    alive = alive_after(20.0, ranks)
     for rank in alive:
         rank.kill()
     assert not alive, "ranks train on without their launcher"
@@ -158,7 +176,7 @@ def test_ranks_end_soon_after_a_torchrun_of_ones_own(tmp_path: Path) -> None:
     ranks = rank_processes(process)
     assert len(ranks) == 2
     process.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    alive = alive_after(20.0, ranks)
     for rank in alive:
         rank.kill()
     process.communicate(timeout=60)
