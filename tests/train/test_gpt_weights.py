@@ -146,8 +146,11 @@ def test_a_model_is_ours_only_if_its_configuration_says_so(tmp_path: Path, capsy
     assert main(["train", "--out", str(tmp_path)]) == 2  # before anything is trained
     assert "choose another folder with --out" in capsys.readouterr().err
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    assert main(["train", "--out", str(tmp_path)]) == 2
-    assert "holds 'config.json'" in capsys.readouterr().err
+    for content in (None, "[" * 90_000, "{}" + " " * 200_000):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        assert main(["train", "--out", str(tmp_path)]) == 2
+        assert "holds 'config.json'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["replace", "sync_folder"])

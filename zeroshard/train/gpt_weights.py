@@ -17,11 +17,14 @@ from ..storage.format import CheckpointError
 from ..storage.output import SHARD_BYTES, Output, Shards, WholeTensor, as_json
 from ..storage.output import WEIGHTS as LIKE_WEIGHTS
 from ..storage.save import on_rank_zero
+from ..system.parse import parse_json, read_start
 from .gpt import GPT
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CONFIG = "config.json"
+LARGEST_CONFIG = 100_000
+"""Bytes of a configuration that a run may have written. A larger one is of another program."""
 OWN_WEIGHTS = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}")
 
 
@@ -50,7 +53,7 @@ def earlier_weights(folder: Path) -> list[Path]:
 def _is_ours(config: Path) -> bool:
     """Return whether `save_weights` wrote this file: it has the fields of a GPT and no others."""
     try:
-        found = json.loads(config.read_text())
+        found = parse_json(read_start(config, LARGEST_CONFIG))
     except (OSError, ValueError):
         return False
     known = {field.name for field in fields(ModelConfig)}
