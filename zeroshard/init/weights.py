@@ -53,7 +53,7 @@ class Weights:
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
-        stored = _renamed(_contents(path), named, model)
+        stored = _renamed(contents_of(path), named, model)
         self.checksum = zlib.crc32(repr(sorted((name, entry[1:4]) for name, entry in stored.items())).encode())
         """Checksum of all names, shapes and dtypes. It tells ranks with different files apart."""
         names: dict[int, list[str]] = {}  # a tied weight has several names, and the files may have one or all of them
@@ -158,7 +158,7 @@ def _ranges(entry: DiskTensor, slot: Slot, start: int, stop: int) -> Iterator[tu
         start = end
 
 
-def _contents(path: Path) -> dict[str, DiskTensor]:
+def contents_of(path: Path) -> dict[str, DiskTensor]:
     """Every tensor at ``path``, by name: a folder as Hugging Face writes it, or one file."""
     if path.is_file():
         return read_header(path)

@@ -1,17 +1,19 @@
 """Whole weights on disk: `model.safetensors`, or shards and an index, and a `config.json` with the shape of the GPT."""
 
-import json
+import math
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..config.job import ModelConfig
+from ..init.safetensors_file import Elements
+from ..init.weights import contents_of
 from ..runtime import runtime_of
 from ..storage.format import CheckpointError
 from ..storage.output import SHARD_BYTES, Output, Shards, WholeTensor, as_json
@@ -107,12 +109,10 @@ class _Writer:
 def load_weights(folder: Path, device: torch.device) -> GPT:
     """Return the plain, unsharded GPT that `save_weights` wrote."""
     with torch.device("meta"):
-        model = GPT(ModelConfig(**json.loads((folder / CONFIG).read_text())))
-    files = [WEIGHTS]
-    if (folder / INDEX).exists():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        model = GPT(ModelConfig(**parse_json(read_start(folder / CONFIG, LARGEST_CONFIG))))
     weights: dict[str, Tensor] = {}
-    for file in files:
-        weights |= load_file(folder / file, device=str(device))
+    for name, entry in contents_of(folder).items():
+        with closing(Elements(entry.file)) as elements:
+            weights[name] = elements.read(entry, 0, math.prod(entry.shape)).view(entry.shape).to(device)
     model.load_state_dict(weights, assign=True)
     return model.eval()
