@@ -119,7 +119,7 @@ HOSTILE = {
     f"[model]\nhidden = {1 << 63}": f"model.hidden: must be below 2**63, is {1 << 63}",
     f"[model]\nvocabulary = {HUGE}": "model.vocabulary: must be below 2**63, is (an integer of 1329 bits)",
     f"[shard]\nprefetch = {HUGE}": "shard.prefetch: prefetch=(an integer of 1329 bits) must be below 2**63",
-    f"[shard.offload]\nthreads = {HUGE}": "shard.offload: offload.threads=(an integer of 1329 bits) must be below",
+    f"[shard.offload]\nthreads = {HUGE}": "shard.offload: offload.threads=(an integer of 1329 bits) must be a whole",
     f"[shard]\nstage = {HUGE}": "shard.stage: stage=(an integer of 1329 bits) must be 0, 1, 2, 3",
     f"[data]\nfolder = '{'x' * 3000}'": "data.folder: must be an existing folder, is 'xxx",
     '[data]\nfolder = "a\\u0000b"': r"data.folder: must be an existing folder, is 'a\x00b'",

@@ -37,8 +37,7 @@ class FolderClaim:
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError if another process, or this one, has claimed the folder."""
-        self.made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
+        self.made = _make(folder)
         self.folder = folder
         self._descriptor: int | None = None
         self._file = 0, 0
@@ -48,8 +47,7 @@ class FolderClaim:
         except BaseException:
             self.release()
             if self.made:
-                with contextlib.suppress(OSError):
-                    (folder / CLAIM).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # not empty: another process has claimed it
                     folder.rmdir()
             raise
 
@@ -79,7 +77,7 @@ class FolderClaim:
             if problem is None:  # a name in the file says that it was locked
                 now = time.strftime("%Y-%m-%d %H:%M:%S")
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {now}".encode(), 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {_host()}, since {now}".encode(), 0)
         except BaseException:
             os.close(descriptor)
             raise
@@ -148,7 +146,7 @@ def is_left(folder: Path) -> bool:
     # The process writes its name after it has the lock, so the name is looked for before the lock. The locks of another
     # machine are not seen on every file system, and some have none: there only a long silence tells.
     name = _HOLDER.fullmatch(holder(folder))
-    here = name is not None and name["host"] == socket.gethostname()
+    here = name is not None and name["host"] == _host()
     return not is_claimed(folder) and (here or _seconds_silent(folder) > LONGEST_SILENCE)
 
 
@@ -162,6 +160,23 @@ def holder(folder: Path) -> str:
     except (OSError, CheckpointError):
         return ""
     return name if _HOLDER.fullmatch(name) else ""
+
+
+def _make(folder: Path) -> bool:
+    """Makes a folder. Returns whether it was not there: of several processes, one makes it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
+
+
+def _host() -> str:
+    """This machine's name, in letters that a claim may have. A name may be empty, or "(none)"."""
+    return re.sub(r"[^\w.-]", "_", socket.gethostname()) or "unknown"
 
 
 def _lock(descriptor: int, kind: int) -> OSError | None:

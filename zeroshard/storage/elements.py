@@ -28,7 +28,8 @@ class Demand(NamedTuple):
         if not elements.is_floating_point() or not elements.numel():
             return None
         least, most = float(elements.amin()), float(elements.amax())  # both are NaN if any element is
-        if self.finite and not (math.isfinite(least) and math.isfinite(most)):
+        bounded = math.isfinite(most) or (self.not_negative and most == math.inf)  # such an element is not updated
+        if self.finite and not (math.isfinite(least) and bounded):
             return (
                 "NaN or infinite elements, from which training cannot go on; load an older checkpoint, or pass "
                 "allow_nonfinite=True to load them as they are"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm.fabric import Fabric
 from ..config.optimizers import (
@@ -324,8 +325,8 @@ def check_given(
             raise _unfit(index, f"has no {name}, so leave {name}= out")
         if thing is not None and not callable(getattr(thing, "load_state_dict", None)):
             raise CheckpointError(f"{name}: a {type(thing).__name__} has no load_state_dict(); nothing was loaded")
-    if callable(getattr(scheduler, "state_dict", None)):
-        _check_entries(index, "scheduler", state, scheduler.state_dict())
+    if isinstance(scheduler, LRScheduler):  # any other class takes its state in its own way
+        _check_entries(index, "scheduler", state, scheduler.state_dict(), type(scheduler))
     if loader is not None and predecessor.rearranged:
         first, *others = map(_position, index.parts)
         if any(other != first for other in others):
@@ -336,34 +337,41 @@ def check_given(
             )
 
 
-def _check_entries(index: Index, where: str, theirs: Any, mine: Any) -> None:
-    """A table must have no entry that this run's has not, and entries of the same kind. Looks into tables and lists.
+def _check_entries(index: Index, where: str, theirs: Any, mine: Any, kind: type) -> None:
+    """No entry may replace what the scheduler's class defines, and entries must be of the kind that they are now.
 
-    torch's schedulers take every entry as an attribute. An entry called ``step`` would replace a method.
+    torch's schedulers take every entry as an attribute: an entry called ``step`` would replace a method. Entries that
+    only the checkpoint has are allowed otherwise, because a scheduler may add some after its first step.
     """
     if mine is None or theirs is None:  # a value that is not known yet
         return
     if _kind_of(theirs) is not _kind_of(mine):
-        raise _unfit(index, f"has {where} that is {quoted(theirs, 60)}, where this run has {quoted(mine, 60)}")
+        raise _unfit(
+            index,
+            f"has {where} that is {quoted(theirs, 60)}, where this run has {quoted(mine, 60)}. Was it of another kind? "
+            "Give that, or leave scheduler= out",
+        )
     if isinstance(mine, dict):
-        if unknown := [key for key in theirs if key not in mine]:
+        if replaced := [key for key in theirs if key not in mine and hasattr(kind, str(key))]:
             raise _unfit(
                 index,
-                f"has {where} with {_some(unknown)}, which the {where} of this run has not. Was it of another kind? "
-                "Give that, or leave scheduler= out",
+                f"has {where} with {_some(replaced)}, which would replace a part of {kind.__name__}; leave scheduler= "
+                "out",
             )
-        for key, entry in theirs.items():
+        for key in theirs.keys() & mine.keys():
             if not isinstance(mine[key], dict):  # the entries of a table, such as milestones, may be others now
-                _check_entries(index, f"{where}.{key}", entry, mine[key])
+                _check_entries(index, f"{where}.{key}", theirs[key], mine[key], kind)
     elif isinstance(mine, list | tuple):
         for place, (one, other) in enumerate(zip(theirs, mine, strict=False)):
-            _check_entries(index, f"{where}[{place}]", one, other)
+            _check_entries(index, f"{where}[{place}]", one, other, kind)
 
 
 def _kind_of(value: object) -> object:
     """What a value of a scheduler is: values of one kind can stand for each other."""
     if isinstance(value, bool):
         return bool
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float
     if isinstance(value, int | float):
         return float if isinstance(value, float) or value.bit_length() < 64 else None
     if isinstance(value, list | tuple):

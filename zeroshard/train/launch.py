@@ -59,7 +59,10 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:
         os.environ[LAUNCHER] = str(os.getpid())
         stop_file = os.environ[STOP_FILE] = str(Path(folder, "stopped"))
-        code = _run(options)
+        try:
+            code = _run(options)
+        finally:
+            del os.environ[LAUNCHER]  # it is not the launcher of ranks that this process starts in another way
         reason = Path(stop_file).read_text() if Path(stop_file).exists() else None
     if reason is None:
         if code == INTERRUPTED:

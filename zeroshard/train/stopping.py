@@ -68,6 +68,16 @@ def _send_nowhere(descriptor: int) -> None:
     os.close(nowhere)
 
 
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def tell_launcher(reason: str) -> None:
     """Tell the process that started the ranks that the run ended early, and why."""
     if file := os.environ.get(STOP_FILE):
@@ -82,7 +92,10 @@ class LauncherWatch:
     """
 
     def __init__(self) -> None:
-        self._launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+        self._launcher = os.getppid()
+        named = os.environ.get(LAUNCHER)
+        if named is not None and not _is_alive(int(named)):
+            self._launcher = int(named)  # it ended while this rank started
         self._told = threading.Lock()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             threading.Thread(target=self._run, name="zeroshard-launcher", daemon=True).start()
