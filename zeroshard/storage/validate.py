@@ -338,10 +338,10 @@ def check_given(
 
 
 def _check_entries(index: Index, where: str, theirs: Any, mine: Any, kind: type) -> None:
-    """No entry may replace what the scheduler's class defines, and entries must be of the kind that they are now.
+    """Refuses entries that the scheduler has not now, and entries of another kind than now.
 
-    torch's schedulers take every entry as an attribute: an entry called ``step`` would replace a method. Entries that
-    only the checkpoint has are allowed otherwise, because a scheduler may add some after its first step.
+    torch's schedulers take every entry as an attribute: an entry called ``step`` would replace a method. A class of the
+    user may add entries after its first step, so there only entries that replace a method are refused.
     """
     if mine is None or theirs is None:  # a value that is not known yet
         return
@@ -352,14 +352,16 @@ def _check_entries(index: Index, where: str, theirs: Any, mine: Any, kind: type)
             "Give that, or leave scheduler= out",
         )
     if isinstance(mine, dict):
-        if replaced := [key for key in theirs if key not in mine and hasattr(kind, str(key))]:
+        of_torch = kind.__module__.startswith("torch.")
+        unknown = [key for key in theirs if key not in mine]
+        if refused := [key for key in unknown if of_torch or callable(getattr(kind, str(key), None))]:
             raise _unfit(
                 index,
-                f"has {where} with {_some(replaced)}, which would replace a part of {kind.__name__}; leave scheduler= "
-                "out",
+                f"has {where} with {_some(refused)}, which the {where} of this run has not. Was it of another kind? "
+                "Give that, or leave scheduler= out",
             )
         for key in theirs.keys() & mine.keys():
-            if not isinstance(mine[key], dict):  # the entries of a table, such as milestones, may be others now
+            if not isinstance(mine[key], dict) and key != "lr_lambdas":  # tables, and objects of the user, may change
                 _check_entries(index, f"{where}.{key}", theirs[key], mine[key], kind)
     elif isinstance(mine, list | tuple):
         for place, (one, other) in enumerate(zip(theirs, mine, strict=False)):
