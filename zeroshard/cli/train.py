@@ -173,7 +173,13 @@ def _check_resume(arguments: argparse.Namespace, job: Job, out: Path) -> None:
 
 
 def _check_free(out: Path, nodes: Nodes) -> None:
-    """Refuse a folder that another job writes to, before ranks are started. Rank 0 claims the folder."""
+    """Refuse a folder that cannot be written, or that another job writes to, before ranks are started.
+
+    Rank 0 claims the folder.
+    """
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"--out: {there} cannot be written; choose another folder")
     if not under_torchrun() and nodes.node_rank == 0 and is_claimed(out):
         raise ValueError(f"--out: {refusal(out, out)}")
 

@@ -6,7 +6,6 @@ it, the next access to its memory kills the process. A read returns fewer bytes,
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from ..system.memory import read_into
 from ..system.parse import LARGEST_JSON, parse_json
 from ..system.words import quoted
 
@@ -123,16 +123,10 @@ class Elements:
             ValueError: the file is shorter than it was when its header was read.
         """
         values = torch.empty(stop - start, dtype=DTYPES[entry.dtype], device="cpu")
-        if values.numel() == 0:
-            return values
-        view = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
-        position = entry.offset + start * values.itemsize
-        while view:
-            count = os.preadv(self._opened.fileno(), [view], position)
-            if count == 0:
-                raise ValueError(
-                    f"{self._file} became shorter while it was read: it ends at byte {position}, inside "
-                    f"{quoted(entry.name)}"
-                )
-            view, position = view[count:], position + count
+        place = entry.offset + start * values.itemsize
+        if lacking := read_into(values, self._opened.fileno(), place):
+            raise ValueError(
+                f"{self._file} became shorter while it was read: it ends at byte {place + values.nbytes - lacking}, "
+                f"inside {quoted(entry.name)}"
+            )
         return values

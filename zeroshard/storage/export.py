@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..init.safetensors_file import METADATA
 from ..offload.host_buffers import round_to
 from ..system.words import quoted
 from .adapter import PREFIX, Adapter
@@ -29,8 +30,6 @@ from .regions import Region, whole
 from .validate import check_about
 from .values import NAMED
 
-RESERVED = "__metadata__"
-"""The key of a safetensors header that names no tensor."""
 PARAMETER_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -184,7 +183,7 @@ def _check_names(source: Source, recipes: Sequence[Recipe]) -> None:
                 f"{quoted(origins[name])} and {quoted(recipe.origin)} would both be written as {quoted(name)}; rename "
                 "one of them in the model"
             )
-        if name in ("", RESERVED) or not _is_text(name):
+        if name in ("", METADATA) or not _is_text(name):
             raise InvalidIndexError(f"{source.folder}: safetensors can hold no tensor of the name {quoted(name)}")
         origins[name] = recipe.origin
 

@@ -35,6 +35,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from ..init.safetensors_file import DTYPES, MOST_DIMENSIONS
 from ..system.words import line, quoted, told
 from .regions import Region, numel_of, whole
 
@@ -51,8 +52,6 @@ LARGEST_JSON = 1 << 30
 LARGEST_MARKER = 4096
 LARGEST_HEADER = 100_000_000
 """Bytes of a header that safetensors itself allows."""
-MOST_DIMENSIONS = 64
-"""Dimensions that torch itself allows."""
 MOST_ELEMENTS = 2**62
 """More elements than any tensor has."""
 LONGEST_MESSAGE = 2000
@@ -70,20 +69,8 @@ BUFFER = "buffer"
 _STATE = "state "
 """Begins the kind of every optimizer state, so that no name of a state can be taken for another kind."""
 
-SAFETENSORS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 """The dtypes that a checkpoint can contain, by the names that safetensors has for them."""
-DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 
 class CheckpointError(RuntimeError):

@@ -22,10 +22,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ..system.memory import bytes_of
 from ..system.sizes import size_text
 from .claim import FolderClaim, is_left
 from .format import CheckpointError, safetensors_header
-from .write import NO_ROOM, bytes_of, sync_folder
+from .write import NO_ROOM, sync_folder
 
 WEIGHTS = re.compile(r"(adapter_)?(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 """Names under which the weights of a model or an adapter are looked for."""

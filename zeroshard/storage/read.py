@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from ..system.memory import bytes_of, read_into
 from ..system.sizes import size_text
 from ..system.words import quoted, told
 from .format import (
@@ -41,7 +42,6 @@ from .format import (
 )
 from .limits import excess_of, largest_index_in
 from .regions import BoxStrides, Overlap, Region, divide, flaw, overlaps
-from .write import bytes_of
 
 OPEN_FILES = 32
 """Most files that are open at a time: each takes a descriptor, and a run may have more ranks than descriptors."""
@@ -304,15 +304,13 @@ class _DataFile:
     def read(self, begin: int, end: int) -> Tensor:
         """Bytes of the file, counted from the end of the header."""
         data = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-        rest, place = bytes_of(data), self._header + begin
-        while rest:
-            try:
-                count = os.preadv(self._descriptor, [rest], place)
-            except OSError as error:
-                raise CheckpointError(f"{self._path} cannot be read: {error}") from error
-            if count == 0:
-                raise CheckpointError(f"{self._path} became shorter while it was read: it ends before byte {place + 1}")
-            rest, place = rest[count:], place + count
+        try:
+            lacking = read_into(data, self._descriptor, self._header + begin)
+        except OSError as error:
+            raise CheckpointError(f"{self._path} cannot be read: {error}") from error
+        if lacking:
+            last = self._header + end - lacking
+            raise CheckpointError(f"{self._path} became shorter while it was read: it ends before byte {last + 1}")
         return data
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..init.safetensors_file import DTYPES
 from ..system.words import quoted, told
-from .format import DTYPES, SAFETENSORS, CheckpointError, shape_from
+from .format import SAFETENSORS, CheckpointError, shape_from
 
 SMALL_BYTES = 1024
 """Bytes of the largest tensor whose bits stand in the JSON."""

@@ -6,7 +6,6 @@ Writing streams: no copy of a shard is made, and checksums are computed on the w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..system.memory import bytes_of
 from .contents import Contents
 from .format import CHUNK, Part, data_file, header_of, part_file
 
@@ -123,13 +123,6 @@ def _chunks(values: Tensor, staging: Tensor | None) -> Iterator[memoryview]:
             assert staging is not None
             chunk = staging[: chunk.numel()].copy_(chunk)
         yield bytes_of(chunk)
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor. The tensor must outlive the view."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _write_chunk(descriptor: int, chunk: memoryview) -> int:
