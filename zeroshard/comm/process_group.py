@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..system import machine
+from ..system import compat, machine
 
 if TYPE_CHECKING:
     from .fabric import Fabric
@@ -20,12 +20,26 @@ def start_process_group(device: torch.device) -> None:
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _stay_off_the_network()
         backend, index = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        given: dict[str, Any] = {}
         store = _store_of_restart()
-        if store is None:
-            dist.init_process_group(backend, device_id=index)
-        else:
-            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=index)
+        if store is not None:
+            given = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        with compat.errors_of_earlier_starts_ignored():
+            dist.init_process_group(backend, device_id=index, **given)
+    elif dist.is_initialized():
+        _warn_of_earlier_start(device)
+
+
+def _warn_of_earlier_start(device: torch.device) -> None:
+    """Warns if a process group of the user's would end the process, for an error of the ranks before a restart."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    wanted = os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1").lower() in ("y", "yes", "1", "t", "true")
+    if again and wanted and backend_for(None, device) == "nccl" and compat.error_of_earlier_start():
+        warnings.warn(
+            "the ranks before this restart left a signal in torchrun's store, for which torch ends every rank after "
+            "eight minutes; set TORCH_NCCL_DUMP_ON_TIMEOUT=0 for torchrun, or let shard() start the process group",
+            stacklevel=3,
+        )
 
 
 def _stay_off_the_network() -> None:

@@ -462,16 +462,43 @@ def together(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
 
 @contextmanager
 def errors_left_to_caller() -> Iterator[None]:
-    """Groups of NCCL that are made inside do not end the process when a collective fails. The user's setting counts."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    if name in os.environ:
+    """Groups of NCCL that are made inside do not end the process when a collective fails. The user's setting counts.
+
+    A group that finds an error would also wait for a minute before it can be ended, so that debug files can be written.
+    """
+    with _variables({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}):
         yield
-        return
-    os.environ[name] = "0"
+
+
+@contextmanager
+def errors_of_earlier_starts_ignored() -> Iterator[None]:
+    """A default group of NCCL that is made inside does not look for errors of other groups. The user's setting counts.
+
+    It would look for a key in the store that a group with an error writes. torchrun keeps the store when it restarts
+    ranks: they find the key of the failed start, wait for eight minutes, and end the process.
+    """
+    with _variables({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}):
+        yield
+
+
+@contextmanager
+def _variables(settings: dict[str, str]) -> Iterator[None]:
+    """Inside, environment variables have these values. Those that the user has set keep theirs."""
+    added = settings.keys() - os.environ.keys()
+    os.environ.update({name: settings[name] for name in added})
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in added:
+            del os.environ[name]
+
+
+def error_of_earlier_start() -> bool:
+    """Whether the store has the key by which a group of NCCL tells all ranks of an error."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return bool(store.check(["exception_dump"]))
 
 
 def abort(group: dist.ProcessGroup) -> None:
