@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tests.nccl.processes import start
 
@@ -33,6 +33,8 @@ HANG = STALL_TIMEOUT + 4.0
 """Seconds that a rank hangs: until the others have found it missing."""
 OWN_ERRORS = {"raise": "BrokenError", "exhaust": "OutOfMemoryError"}
 """What the rank that breaks raises."""
+PRINTED = "printed"
+"""The file with what all ranks print. NCCL's errors have many lines."""
 BREAKING_STEP = 3
 STEPS = 6
 
@@ -79,7 +81,9 @@ def run(case: Case) -> dict[int, End]:
     """Runs the program. Returns how each rank ended, but for a rank that was killed or stopped."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tests.comm.faults", json.dumps(asdict(case)), folder]
-        processes = _under_torchrun(command, case.world) if case.launcher else start(command, case.world)
+        begin = _under_torchrun if case.launcher else start
+        with Path(folder, PRINTED).open("w") as printed:
+            processes = begin(command, case.world, printed)
         try:
             return _watch(case, Path(folder), processes)
         finally:
@@ -92,9 +96,9 @@ def run(case: Case) -> dict[int, End]:
                 process.wait()
 
 
-def _under_torchrun(command: list[str], world: int) -> list[subprocess.Popen[str]]:
+def _under_torchrun(command: list[str], world: int, printed: IO[str]) -> list[subprocess.Popen[str]]:
     torchrun = [command[0], "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--no-python"]
-    return [subprocess.Popen([*torchrun, *command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)]
+    return [subprocess.Popen([*torchrun, *command], text=True, stdout=printed, stderr=subprocess.STDOUT)]
 
 
 def _watch(case: Case, folder: Path, processes: list[subprocess.Popen[str]]) -> dict[int, End]:
@@ -102,7 +106,7 @@ def _watch(case: Case, folder: Path, processes: list[subprocess.Popen[str]]) -> 
     expected = [rank for rank in range(case.world) if not (lasting and rank == case.rank)]
     broken = folder / "broken"
     everybody = [process.pid for process in processes]
-    _wait(broken.exists, START, lambda: f"the rank did not break\n{_stacks(processes, everybody)}")
+    _wait(broken.exists, START, lambda: f"the rank did not break\n{_stacks(folder, everybody)}")
     since = float(broken.read_text())
     if case.launcher:
         processes[0].send_signal(signal.SIGSTOP)
@@ -118,7 +122,7 @@ def _watch(case: Case, folder: Path, processes: list[subprocess.Popen[str]]) -> 
     late = STALL_TIMEOUT + GRACE
 
     def why() -> str:
-        stacks = _stacks(processes, [pid for rank, pid in pids.items() if rank not in ended])
+        stacks = _stacks(folder, [pid for rank, pid in pids.items() if rank not in ended])
         return f"ranks {set(pids) - set(ended)} have not ended in {late} s\n{stacks}"
 
     _wait(all_ended, since + late - time.time(), why)
@@ -130,15 +134,13 @@ def _watch(case: Case, folder: Path, processes: list[subprocess.Popen[str]]) -> 
     return found
 
 
-def _stacks(processes: list[subprocess.Popen[str]], pids: list[int]) -> str:
+def _stacks(folder: Path, pids: list[int]) -> str:
     """Where ranks are, and what all have printed."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     time.sleep(1.0)
-    for process in processes:
-        process.kill()
-    return "\n".join(process.communicate()[0] for process in processes)
+    return (folder / PRINTED).read_text()
 
 
 def _is_gone(pid: int) -> bool:

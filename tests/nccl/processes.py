@@ -13,6 +13,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -72,8 +73,11 @@ def _variables(rank: int, world: int) -> dict[str, str]:
 # -- whole programs ---------------------------------------------------------------------------------------------------
 
 
-def start(command: Sequence[str], world: int) -> list[subprocess.Popen[str]]:
-    """Starts a command on every rank; output and errors go to one pipe a rank."""
+def start(command: Sequence[str], world: int, printed: IO[str] | None = None) -> list[subprocess.Popen[str]]:
+    """Starts a command on every rank. Output and errors go to one pipe a rank, or to a file.
+
+    A rank that prints more than a pipe holds waits until somebody reads it. A file has no such limit.
+    """
     port = free_port()
     return [
         subprocess.Popen(
@@ -81,7 +85,7 @@ def start(command: Sequence[str], world: int) -> list[subprocess.Popen[str]]:
             env=os.environ | environment(rank, world, port),
             cwd=ROOT,
             text=True,
-            stdout=subprocess.PIPE,
+            stdout=printed or subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
         for rank in range(world)
