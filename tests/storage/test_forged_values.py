@@ -98,6 +98,8 @@ FORGERIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "amsgrad of text": (setting("amsgrad", "yes"), r"settings\.amsgrad is 'yes', not True or False"),
     "amsgrad without its state": (setting("amsgrad", True), "lacks 'max_exp_avg_sq'"),
     "progress without steps": (lambda v: values(v)["shared"].update(progress={}), r"progress lacks 'steps'"),
+    "progress without host": (lambda v: values(v)["shared"]["progress"].pop("host"), r"progress lacks 'host'"),
+    "progress without a scale": (lambda v: values(v)["shared"]["progress"].pop("loss_scale"), r"lacks 'loss_scale'"),
     "a negative number of steps": (
         lambda v: values(v)["shared"]["progress"].update(steps=-1),
         r"progress\.steps is -1, not a count",

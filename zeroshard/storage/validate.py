@@ -92,8 +92,8 @@ class Node:
         return iter([Node(self.file, f"{self.where}[{n}]", entry) for n, entry in enumerate(self.value)])
 
     def optional(self, key: str) -> Node | None:
-        """An entry of a table; None if it is missing or None."""
-        return None if self.table().get(key) is None else self[key]
+        """An entry of a table; None if it is None. It must be there."""
+        return None if self[key].value is None else self[key]
 
     def table(self) -> dict[Any, Any]:
         return self.of(dict, "a table")
