@@ -9,7 +9,7 @@ import torch
 
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
-from zeroshard.plan.shape import Setup
+from zeroshard.plan.setup import Setup
 
 BF16 = torch.bfloat16
 WAYS: dict[str, Offload | None] = {

@@ -36,7 +36,7 @@ from benchmarks.plan_cases import Case, Measured, cases
 from benchmarks.plan_compare import Compared, Recommendation, as_json, compare, recommendations, show, verdicts
 from zeroshard.calibrate import measure as calibrate
 from zeroshard.plan.dryrun import dry_run
-from zeroshard.plan.machine_profile import load
+from zeroshard.plan.machine.profile import load
 from zeroshard.system import compat
 from zeroshard.train.gpt import GPT
 

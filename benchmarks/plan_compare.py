@@ -14,9 +14,9 @@ from rich.table import Table
 
 from benchmarks.plan_cases import Case, Measured
 from zeroshard.plan.choice import Row, Variant, recommend
-from zeroshard.plan.hardware import Hardware
-from zeroshard.plan.machine_profile import Link, Machine
-from zeroshard.plan.models import from_config
+from zeroshard.plan.machine.hardware import Hardware
+from zeroshard.plan.machine.profile import Link, Machine
+from zeroshard.plan.model.gpt import from_config
 
 STATES, PEAK, TIME, FASTEST = 0.01, 0.10, 0.20, 0.10
 """How far a plan may be off, and how much slower than the fastest the recommended one may be."""

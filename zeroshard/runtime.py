@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .comm import parallel
 from .comm.fabric import Fabric
-from .config.layout import find_units
+from .config.layout import UNLIMITED, find_units
 from .config.options import Config
 from .config.table import state_table
 from .init.materialise import adopt_values
@@ -136,8 +136,9 @@ class Runtime(NotCopyable):
                 "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
             )
         checkpoints = ActivationCheckpoints(options, self.fabric)
-        blocks = [(unit.title, unit.module) for unit in self.units[1:]] if options.checkpoint else []
-        checkpoints.attach(self.model, blocks)
+        # Whole blocks, also those that are several units: every recomputed module stores its inputs.
+        blocks = find_units(self.model, chosen=self.config.units, max_unit_bytes=UNLIMITED)[1:]
+        checkpoints.attach(self.model, [(block.name, block.module) for block in blocks] if options.checkpoint else [])
         return checkpoints
 
     # -- parameters -----------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import zeroshard
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from zeroshard.config.options import Config
-from zeroshard.plan.device_memory import DeviceMemory
 from zeroshard.plan.foresee import Foresight, room_of
+from zeroshard.plan.memory.device_memory import DeviceMemory
 from zeroshard.system import machine
 
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.plan_cases import Case, Measured, cases
 from benchmarks.plan_check import main
 from benchmarks.plan_compare import Compared, compare, recommendations, verdicts
-from zeroshard.plan.machine_profile import load
+from zeroshard.plan.machine.profile import load
 
 
 def compared(case: Case, seconds: float) -> Compared:

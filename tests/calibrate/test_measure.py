@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.plan.gpts import gpt, step_time
 from zeroshard.calibrate import launch_time
 from zeroshard.calibrate import measure as measuring
 from zeroshard.calibrate.block_speed import GPU_SIZES, Pass, Size, Speed, fit
 from zeroshard.calibrate.measure import Calibration, calibrate, toml, write
 from zeroshard.calibrate.update_probe import BusyHost, UpdateProbe
-from zeroshard.plan.machine_profile import Launch, load
-from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.time import step_time
+from zeroshard.plan.machine.profile import Launch, load
+from zeroshard.plan.setup import Setup
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_this_machine_is_measured_in_less_than_a_minute(here: Calibration) -> No
 def test_a_measured_profile_loads_and_plans(here: Calibration, tmp_path: Path) -> None:
     machine = load(write(here, tmp_path / "mine.toml"))
     assert machine.host.bandwidth == pytest.approx(here.machine.host.bandwidth, rel=1e-3)
-    small = Transformer(layers=6, hidden=384, heads=6, vocabulary=256, positions=256)
+    small = gpt(6, 384, 6)
     setup = Setup(stage=0, precision="fp32", batch=2, sequence=256, checkpointing=False)
     assert 0.001 < step_time(small, setup, machine).total < 10
 

@@ -17,7 +17,7 @@ from zeroshard.cli.job_options import overrides
 from zeroshard.cli.main import parser
 from zeroshard.config.job import load_job
 from zeroshard.config.options import Config
-from zeroshard.plan.hardware import find_hardware
+from zeroshard.plan.machine.hardware import find_hardware
 
 HARDWARE = ("--gpus", "64", "--gpu-memory", "32", "--host-memory", "1500")
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "temporary")

@@ -27,7 +27,7 @@ from tests.models import Net, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard.comm import parallel
-from zeroshard.plan.units import module_units
+from zeroshard.plan.model.units import module_units
 from zeroshard.runtime import runtime_of
 
 WIDTH = 12

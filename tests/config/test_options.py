@@ -16,7 +16,7 @@ from torch import nn
 from zeroshard import Activations, Config, LossScale, Offload, Precision
 from zeroshard.config.checks import read_table
 from zeroshard.config.table import Extent, Place, state_table
-from zeroshard.plan.shape import Setup
+from zeroshard.plan.setup import Setup
 
 
 def problems(options: dict[str, Any], path: str) -> list[str]:

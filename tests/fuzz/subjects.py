@@ -24,8 +24,8 @@ from tests.models import loss_of, net
 from tests.storage.runs import difference
 from zeroshard import CheckpointError
 from zeroshard.config.job import Job, load_job, presets
-from zeroshard.plan import machine_profile
-from zeroshard.plan.huggingface import read_config
+from zeroshard.plan.machine import profile as machine_profile
+from zeroshard.plan.model.huggingface import read_config
 from zeroshard.storage.export import export
 from zeroshard.storage.format import CHUNK, INDEX, MARKER, Entry, Marker, data_file
 

@@ -15,9 +15,9 @@ from tests.plan.dry import dry_gpt
 from tests.ranks import on_ranks
 from zeroshard import Activations
 from zeroshard.config.job import ModelConfig
-from zeroshard.plan.budget import budget
-from zeroshard.plan.models import from_config
-from zeroshard.plan.shape import Setup
+from zeroshard.plan.memory.budget import budget
+from zeroshard.plan.model.gpt import from_config
+from zeroshard.plan.setup import Setup
 from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT
 from zeroshard.train.tensor_parallel import parallelise

@@ -13,9 +13,9 @@ import zeroshard
 from tests.gpu.test_one_process import fake_world
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
-from zeroshard.plan.budget import WORKSPACE, budget
-from zeroshard.plan.models import from_config
-from zeroshard.plan.shape import Setup
+from zeroshard.plan.memory.budget import WORKSPACE, budget
+from zeroshard.plan.model.gpt import from_config
+from zeroshard.plan.setup import Setup
 from zeroshard.plan.volume import volume
 from zeroshard.train.gpt import GPT
 

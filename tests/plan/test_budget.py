@@ -9,20 +9,21 @@ from itertools import product
 import pytest
 import torch
 
+from tests.plan.gpts import gpt
 from zeroshard.config.offload import Offload
 from zeroshard.config.options import Activations
-from zeroshard.plan.activations import paper_activations, transformer_activations
-from zeroshard.plan.budget import budget
-from zeroshard.plan.device_memory import Phase
-from zeroshard.plan.formulas import paper_memory, total_bytes
-from zeroshard.plan.module_trace import units_of
-from zeroshard.plan.rank_memory import RankMemory
-from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.units import transformer_units
+from zeroshard.plan.memory.budget import budget
+from zeroshard.plan.memory.device_memory import Phase
+from zeroshard.plan.memory.rank_memory import RankMemory
+from zeroshard.plan.model.model import Model
+from zeroshard.plan.papers.formulas import paper_memory, total_bytes
+from zeroshard.plan.papers.shape import Transformer
+from zeroshard.plan.setup import Setup
 from zeroshard.plan.volume import volume
 
 GB = 1e9
-GPT2 = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024)
+GPT2 = gpt(48, 1600, 25, 50257)
+PAPERS_GPT2 = Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024)
 
 SIZES = (7_500_000_000, 128_000_000_000, 1_000_000_000_000)
 TABLE_1 = {
@@ -47,10 +48,10 @@ def states(psi: float, stage: int, world: int) -> float:
     return total_bytes(paper_memory(stage, world, "bf16").device, psi)
 
 
-def made_of(psi: int, **more: int) -> Transformer:
+def made_of(psi: int) -> Model:
     """A model with about this number of parameters, almost all of them in blocks."""
     hidden = round(math.sqrt(psi / 12 / 100) / 128) * 128
-    return Transformer(layers=round(psi / (12 * hidden**2)), hidden=hidden, heads=hidden // 128, vocabulary=256, **more)
+    return gpt(round(psi / (12 * hidden**2)), hidden, hidden // 128)
 
 
 def test_figure_1() -> None:
@@ -107,7 +108,7 @@ def test_offload_leaves_two_bytes_a_parameter_on_the_device_and_fourteen_on_the_
 )
 def test_host_bytes_a_parameter_of_every_option(options: dict[str, object], bytes_a_parameter: float) -> None:
     """Without the buffers that units share in turn. Fractions are exact only up to whole units."""
-    model = Transformer(layers=400, hidden=512, heads=4, vocabulary=256)
+    model = gpt(400, 512, 4)
     stage = 3 if "parameters" in options else 2
     needs = budget(model, Setup(stage=stage, world=2, offload=Offload(**options)))  # type: ignore[arg-type]
     assert 2 * needs.host.total / model.parameters == pytest.approx(bytes_a_parameter, rel=0.02)
@@ -119,15 +120,15 @@ def test_host_bytes_a_parameter_of_every_option(options: dict[str, object], byte
 def test_the_activations_of_section_3() -> None:
     """1.5B, sequence 1K, batch 32: 60 GB, and about 8 GB with checkpointing. The paper rounds generously."""
     setup = Setup(stage=0, batch=32, sequence=1024, checkpointing=False)
-    assert paper_activations(GPT2, setup) / GB == pytest.approx(60, rel=0.01)
-    assert 5 < paper_activations(GPT2, replace(setup, checkpointing=True)) / GB < 8
+    assert PAPERS_GPT2.paper_activations(setup) / GB == pytest.approx(60, rel=0.01)
+    assert 5 < PAPERS_GPT2.paper_activations(replace(setup, checkpointing=True)) / GB < 8
 
 
 def test_the_slip_of_section_6_counts_one_byte_an_element() -> None:
     """The paper prints 33 GB, and 2 GB if divided among 16. With 2 bytes an element the formula gives twice that."""
     model = Transformer(layers=125, hidden=8192, heads=64, vocabulary=50257, positions=1024)
     setup = Setup(stage=2, model_parallel=16, batch=32, sequence=1024)
-    whole, divided = paper_activations(model, setup), paper_activations(model, setup, divided=True)
+    whole, divided = model.paper_activations(setup), model.paper_activations(setup, divided=True)
     assert (round(whole / GB), round(divided / GB, 1)) == (67, 4.2)
     assert (math.floor(whole / 2 / GB), math.floor(divided / 2 / GB)) == (33, 2)
 
@@ -137,7 +138,7 @@ def test_our_own_blocks_save_sixteen_tensors_and_one_with_checkpointing() -> Non
 
     def of_one_block(checkpointing: bool) -> int:
         setup = Setup(stage=0, batch=32, checkpointing=checkpointing)
-        more, fewer = (transformer_activations(replace(GPT2, layers=count), setup) for count in (48, 47))
+        more, fewer = (gpt(count, 1600, 25).trace(setup).activations for count in (48, 47))
         return more.saved - fewer.saved
 
     assert of_one_block(checkpointing=False) / tensor == pytest.approx(16, rel=0.02)
@@ -148,10 +149,10 @@ def test_model_parallelism_divides_blocks_and_what_is_inside_them() -> None:
     one, two = (Setup(stage=0, model_parallel=degree, batch=8) for degree in (1, 2))
     parameters = [budget(GPT2, setup).at_step.parameters for setup in (one, two)]
     assert parameters[1] == pytest.approx(parameters[0] / 2, rel=0.01)
-    whole, half = transformer_activations(GPT2, one), transformer_activations(GPT2, two)
+    whole, half = (GPT2.trace(setup).activations for setup in (one, two))
     assert whole.backward[-1] / 2 < half.backward[-1] < whole.backward[-1], "the residual stream stays whole"
-    logits = 8 * 1024 * GPT2.vocabulary
-    assert whole.loss - half.loss == pytest.approx((12 - 6 / 2) * logits), "two copies in fp32 less"
+    logits = 8 * 1024 * 50257
+    assert whole.loss - half.loss == pytest.approx((12 - 6 / 2) * logits, rel=0.01), "two copies in fp32 less"
 
 
 # -- phases -----------------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ def test_model_parallelism_divides_blocks_and_what_is_inside_them() -> None:
 def test_the_phase_of_the_peak_depends_on_the_job() -> None:
     assert budget(GPT2, Setup(stage=2, world=64, batch=8)).phase is Phase.LOSS, "logits of a large vocabulary"
     assert budget(GPT2, Setup(stage=0, batch=1, sequence=128)).phase is Phase.UPDATE, "nothing but the optimizer's"
-    small = replace(GPT2, vocabulary=256)
+    small = gpt(48, 1600, 25)
     assert budget(small, Setup(stage=3, world=64, batch=32, checkpointing=False)).phase is Phase.BACKWARD
 
 
@@ -172,14 +173,14 @@ def test_more_micro_batches_add_accumulators_and_nothing_to_gradients() -> None:
 
 def test_stage_3_gathers_the_root_and_two_blocks_and_more_with_prefetch() -> None:
     setup = Setup(stage=3, world=64, batch=4)
-    root, block = GPT2.root, GPT2.block
+    root, block = PAPERS_GPT2.root, PAPERS_GPT2.block
     for ahead in (1, 2, 3):
         gathered = budget(GPT2, replace(setup, prefetch=ahead, checkpointing=False)).peak.gathered
         assert gathered == pytest.approx(2 * (root + (1 + ahead) * block), rel=0.05)
 
 
 def test_a_block_above_the_limit_is_several_units_of_the_same_size_in_all() -> None:
-    whole, split = (transformer_units(GPT2, Setup(stage=3, max_unit_bytes=limit)) for limit in (1 << 30, 40 << 20))
+    whole, split = (GPT2.trace(Setup(stage=3, max_unit_bytes=limit)).units for limit in (1 << 30, 40 << 20))
     assert len(whole) == 49
     assert len(split) > 49
     assert sum(unit.numel(1) for unit in split) == sum(unit.numel(1) for unit in whole)
@@ -220,15 +221,13 @@ def test_traffic_between_host_and_device(options: dict[str, object], bytes_a_par
 @pytest.mark.parametrize("offload", [None, Offload(), Offload(host_fraction=0.4), Offload(update_in_backward=True)])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_no_peak_is_missed_between_equal_blocks(stage: int, offload: Offload | None, checkpoints: bool) -> None:
-    wide = Transformer(layers=70, hidden=12800, heads=100, vocabulary=50257, positions=1024)
+    wide = gpt(70, 12800, 100, 50257)
     jobs = ((1, 32, 1, 0), (64, 1, 1, 1), (64, 4, 9, 8))
-    for model, (world, batch, prefetch, keep) in product((replace(GPT2, layers=70), wide), jobs):
+    for model, (world, batch, prefetch, keep) in product((gpt(70, 1600, 25, 50257), wide), jobs):
         setup = Setup(stage=stage, world=world, batch=batch, offload=offload, prefetch=prefetch, keep=keep)
         if checkpoints:
             setup = replace(setup, activations=Activations(), micro_batches=2)
-        ends, every = (
-            RankMemory(setup, units_of(model, setup), transformer_activations(model, setup), 0, 0) for _ in range(2)
-        )
+        ends, every = (RankMemory(setup, model.trace(setup), 0) for _ in range(2))
         every._peak_candidates = list(range(len(every.units)))
         assert len(ends._peak_candidates) < len(every._peak_candidates)
         highest, found = (max(rank.moments(), key=lambda at: sum(at[1].values())) for rank in (every, ends))

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from zeroshard import Activations
-from zeroshard.plan.checkpoint_time import CheckpointTime
-from zeroshard.plan.collective_time import ring
-from zeroshard.plan.machine_profile import Link, Pcie, load
-from zeroshard.plan.shape import Setup, Transformer
-from zeroshard.plan.time import StepTime, step_time
-from zeroshard.plan.timeline import Interval, Resource, Timeline
+from tests.plan.gpts import step_time
+from zeroshard.plan.machine.profile import Link, Pcie, load
+from zeroshard.plan.papers.shape import Transformer
+from zeroshard.plan.setup import Setup
+from zeroshard.plan.time.checkpoint_time import CheckpointTime
+from zeroshard.plan.time.collective_time import ring
+from zeroshard.plan.time.step_time import StepTime
+from zeroshard.plan.time.timeline import Interval, Resource, Timeline
 
 H200 = load("h200")
 SLOW = replace(H200, inside=Link(latency=0.0, bandwidth=0.5e6), pcie=Pcie(down=0.5e6, up=0.25e6))
@@ -22,7 +24,7 @@ NARROW = Transformer(layers=3, hidden=1000, heads=8, vocabulary=256)
 
 def checkpoints(timeline: Timeline, activations: Activations) -> CheckpointTime:
     setup = Setup(stage=2, model_parallel=4, sequence=1000, activations=activations)
-    return CheckpointTime(NARROW, setup, SLOW, ring(SLOW, 4, 1), timeline)
+    return CheckpointTime(NARROW.work(setup), setup, SLOW, ring(SLOW, 4, 1), timeline)
 
 
 def test_parts_go_down_during_forward_and_come_up_before_they_are_gathered() -> None:

@@ -13,10 +13,10 @@ from tests.plan.dry import dry_gpt
 from zeroshard.cli.main import main
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
-from zeroshard.plan.budget import budget
 from zeroshard.plan.dryrun import dry_run
-from zeroshard.plan.models import from_config
-from zeroshard.plan.shape import Setup
+from zeroshard.plan.memory.budget import budget
+from zeroshard.plan.model.gpt import from_config
+from zeroshard.plan.setup import Setup
 from zeroshard.plan.volume import volume
 from zeroshard.system import machine
 

@@ -18,7 +18,7 @@ from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
 from zeroshard.config.options import Config
 from zeroshard.plan.foresee import Advice, Foresight, Room
-from zeroshard.plan.machine_profile import calibrated_file, load
+from zeroshard.plan.machine.profile import calibrated_file, load
 from zeroshard.system import machine
 from zeroshard.train.gpt import GPT
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zeroshard import Offload
-from zeroshard.plan.formulas import HostPart, paper_memory, paper_traffic, paper_volume, total_bytes
+from zeroshard.plan.papers.formulas import HostPart, paper_memory, paper_traffic, paper_volume, total_bytes
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])

@@ -13,15 +13,15 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN
+from zeroshard.plan.model.activations import transformer_activations
 
 import zeroshard
 from tests.matrix import quick
-from zeroshard.plan.activations import transformer_activations
-from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.dryrun import dry_run
-from zeroshard.plan.huggingface import ACTIVATIONS, HUGGINGFACE
-from zeroshard.plan.models import describe
-from zeroshard.plan.shape import Activation, Habits, Setup, Transformer
+from zeroshard.plan.memory.budget import WORKSPACE, budget
+from zeroshard.plan.model.huggingface import ACTIVATIONS, HUGGINGFACE
+from zeroshard.plan.model.source import describe
+from zeroshard.plan.setup import Activation, Habits, Setup, Transformer
 from zeroshard.system import compat
 
 HIDDEN = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 300}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroshard.plan.known_values import MOST_ELEMENTS, KnownValues
-from zeroshard.plan.tracer import trace
+from zeroshard.plan.model.known_values import MOST_ELEMENTS, KnownValues
+from zeroshard.plan.model.tracer import trace
 from zeroshard.system import compat
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from zeroshard.cli.main import main
-from zeroshard.plan import machine_profile
-from zeroshard.plan.machine_profile import FOLDER, load, names, parse
+from zeroshard.plan.machine import profile as machine_profile
+from zeroshard.plan.machine.profile import FOLDER, load, names, parse
 
 
 def test_there_are_profiles_of_the_papers_machine_and_of_machines_of_today() -> None:

@@ -21,12 +21,12 @@ from zeroshard.config.job import ModelConfig, load_job
 from zeroshard.config.offload import Offload
 from zeroshard.config.options import Config
 from zeroshard.plan import dryrun
-from zeroshard.plan.activations import paper_activations
-from zeroshard.plan.budget import Budget, budget
-from zeroshard.plan.device_memory import Phase
 from zeroshard.plan.dryrun import DryRun, dry_run
-from zeroshard.plan.models import from_config
-from zeroshard.plan.shape import Setup, Transformer
+from zeroshard.plan.memory.budget import Budget, budget
+from zeroshard.plan.memory.device_memory import Phase
+from zeroshard.plan.model.gpt import from_config
+from zeroshard.plan.papers.shape import Transformer
+from zeroshard.plan.setup import Setup
 from zeroshard.plan.volume import volume
 
 BATCH = 16
@@ -126,8 +126,8 @@ def test_a_rank_of_16_with_model_parallel_offload_trains_70_billion_parameters_i
 def test_the_papers_estimate_of_divided_checkpoints_is_in_16_bit() -> None:
     model = Transformer(layers=125, hidden=8192, heads=64, vocabulary=256)
     setup = Setup(stage=2, model_parallel=16, batch=32, sequence=1024)
-    assert paper_activations(model, setup) == pytest.approx(67e9, rel=0.01)
-    assert paper_activations(model, setup, divided=True) == pytest.approx(4.2e9, rel=0.01)
+    assert model.paper_activations(setup) == pytest.approx(67e9, rel=0.01)
+    assert model.paper_activations(setup, divided=True) == pytest.approx(4.2e9, rel=0.01)
 
 
 def temporaries(blocks: int, layers: int, stage: int, width: int = 2048, world: int = 512, **options: Any) -> int:
@@ -199,7 +199,7 @@ def needs_of(name: str, layers: int, batch: int) -> Budget:
     setup = Setup(
         stage=int(config.stage), world=400 // degree, model_parallel=degree, batch=batch, activations=config.activations
     )
-    return budget(replace(from_config(job.model), layers=layers), setup)
+    return budget(from_config(replace(job.model, layers=layers)), setup)
 
 
 def largest(name: str, cap: float) -> int:
@@ -226,7 +226,7 @@ def test_the_command_plans_divided_checkpoints(capsys: pytest.CaptureFixture[str
     assert main(["plan", "--model", "zero-40b", *hardware]) == 0
     given = json.loads(capsys.readouterr().out)
     assert "activations=zeroshard.Activations(partition=True)" in json.dumps(given)
-    shape = from_config(load_job("zero-40b").model)
+    shape = load_job("zero-40b").model
     for row in given["rows"]:
         gathered = shape.layers * row["batch"] * 1024 * shape.hidden
         assert row["volume"]["checkpoints_gathered"] == gathered

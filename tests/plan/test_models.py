@@ -13,9 +13,9 @@ import transformers
 
 from zeroshard.cli.main import main
 from zeroshard.config.job import ModelConfig
-from zeroshard.plan.huggingface import HUGGINGFACE
-from zeroshard.plan.models import describe, find_model
-from zeroshard.plan.shape import ModelError, Setup
+from zeroshard.plan.model.huggingface import HUGGINGFACE
+from zeroshard.plan.model.source import describe, find_model
+from zeroshard.plan.setup import ModelError, Setup
 from zeroshard.train.gpt import GPT
 
 CONFIGS: dict[str, dict[str, Any]] = {

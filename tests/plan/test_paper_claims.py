@@ -7,11 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from zeroshard.plan import paper_claims, paper_table
-from zeroshard.plan.machine_profile import load
-from zeroshard.plan.paper_claims import Kind, PaperClaim, table
-from zeroshard.plan.paper_devices import gpt, largest_batch
-from zeroshard.plan.shape import Setup
+from zeroshard.plan.machine.profile import load
+from zeroshard.plan.papers import claims as paper_claims
+from zeroshard.plan.papers import table as paper_table
+from zeroshard.plan.papers.claims import Kind, PaperClaim, table
+from zeroshard.plan.papers.devices import gpt, largest_batch
+from zeroshard.plan.setup import Setup
 
 CLAIMS = table()
 

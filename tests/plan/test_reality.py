@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from zeroshard.plan.model.activations import ActivationBytes
 
 import zeroshard
 from tests.matrix import matrix
@@ -16,13 +17,12 @@ from tests.ranks import on_ranks
 from tests.storages import live_storages
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
-from zeroshard.plan.activations import ActivationBytes
-from zeroshard.plan.budget import WORKSPACE, budget
 from zeroshard.plan.dryrun import dry_run
-from zeroshard.plan.models import from_config
-from zeroshard.plan.module_trace import ModuleTrace
-from zeroshard.plan.shape import Setup
-from zeroshard.plan.units import module_units
+from zeroshard.plan.memory.budget import WORKSPACE, budget
+from zeroshard.plan.model.gpt import from_config
+from zeroshard.plan.model.trace import ModuleTrace
+from zeroshard.plan.model.units import module_units
+from zeroshard.plan.setup import Setup
 from zeroshard.plan.volume import volume
 from zeroshard.train.gpt import GPT
 

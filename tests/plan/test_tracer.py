@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from zeroshard.plan.model.activations import transformer_activations
 
 from tests.matrix import matrix
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.options import Activations
-from zeroshard.plan.activations import transformer_activations
-from zeroshard.plan.machine_profile import load
-from zeroshard.plan.models import from_config
-from zeroshard.plan.module_trace import ModuleTrace
-from zeroshard.plan.shape import Setup
-from zeroshard.plan.time import step_time
-from zeroshard.plan.tracer import trace
-from zeroshard.plan.unit_costs import work_of
-from zeroshard.plan.units import transformer_units
+from zeroshard.plan.machine.profile import load
+from zeroshard.plan.model.gpt import from_config
+from zeroshard.plan.model.trace import ModuleTrace
+from zeroshard.plan.model.tracer import trace
+from zeroshard.plan.model.units import transformer_units
+from zeroshard.plan.setup import Setup
+from zeroshard.plan.time.step_time import step_time
+from zeroshard.plan.time.unit_costs import work_of
 from zeroshard.plan.volume import volume
 from zeroshard.system import compat
 from zeroshard.train.gpt import GPT

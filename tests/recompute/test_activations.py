@@ -179,8 +179,8 @@ def test_gathers_of_checkpoints_are_under_a_tenth_of_tensor_parallelisms_own() -
 @on_ranks(4)
 def test_what_checkpoints_move_is_planned_to_the_byte() -> None:
     from zeroshard.config.job import ModelConfig
-    from zeroshard.plan.models import from_config
-    from zeroshard.plan.shape import Setup
+    from zeroshard.plan.model.gpt import from_config
+    from zeroshard.plan.setup import Setup
     from zeroshard.plan.volume import volume
     from zeroshard.train.gpt import GPT
     from zeroshard.train.tensor_parallel import parallelise

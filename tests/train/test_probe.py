@@ -9,7 +9,7 @@ import torch
 import zeroshard
 from zeroshard import Offload
 from zeroshard.config.job import ModelConfig, TrainConfig
-from zeroshard.plan.formulas import paper_memory, paper_traffic
+from zeroshard.plan.papers.formulas import paper_memory, paper_traffic
 from zeroshard.train.gpt import GPT
 from zeroshard.train.probe import LEAST_STEPS_TO_TRACE, Probe, measured_step, traced_steps
 from zeroshard.train.record import Record

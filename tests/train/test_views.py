@@ -10,7 +10,7 @@ from torch import nn
 import zeroshard
 from zeroshard import Offload
 from zeroshard.observe.ledger import Memory, Stats
-from zeroshard.plan.formulas import HostPart
+from zeroshard.plan.papers.formulas import HostPart
 from zeroshard.train.record import OffloadStep, Record
 from zeroshard.train.views import closing_table
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..config.job import ModelConfig
-from ..plan.shape import Transformer
 from ..train.gpt import Block
 from .stopwatch import seconds_of, settled_seconds_of
 
@@ -31,6 +30,9 @@ GPU_SIZES = (Size(4096, 16384), Size(1024, 2048), Size(1024, 32768), Size(2048, 
 CPU_SIZES = (Size(1024, 1024), Size(128, 256), Size(256, 512), Size(256, 2048), Size(512, 1024))
 OTHER_PRECISION_SIZES = {"cuda": Size(2048, 4096), "cpu": Size(512, 1024)}
 GPU_SEQUENCE, CPU_SEQUENCE = 1024, 256
+BLOCK_WRITTEN = 18
+"""Elements of activations that the forward of a GPT block writes, for each token and hidden unit: two norms, queries,
+keys, values, the result of attention, two projections, two sums, and twice the width of the MLP."""
 GPU_DEPTH = 4
 """Blocks in a row, as in training."""
 
@@ -50,8 +52,7 @@ class Pass(NamedTuple):
     @property
     def written(self) -> float:
         """Elements of activations that the plan counts for the pass: three times what forward writes."""
-        block = Transformer(layers=1, hidden=self.size.hidden, heads=1, vocabulary=1).block_written()
-        return 3 * self.depth * self.size.tokens * block
+        return 3 * self.depth * self.size.tokens * BLOCK_WRITTEN * self.size.hidden
 
 
 class Speed(NamedTuple):

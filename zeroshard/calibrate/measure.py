@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..plan.machine_profile import DEVICE_UPDATE_BYTES, Machine, load
+from ..plan.machine.profile import DEVICE_UPDATE_BYTES, Machine, load
 from ..system import machine as facts
 from .block_speed import CPU_SIZES, GPU_SIZES, OTHER_PRECISION_SIZES, fit, pass_through, product_rate
 from .launch_time import launch_seconds

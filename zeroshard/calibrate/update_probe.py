@@ -12,7 +12,7 @@ from ..offload.kernel import Pool, Segment
 from ..offload.pinned import HostBlock
 from ..offload.pipeline import default_threads
 from ..offload.rules import AdamRule
-from ..plan.unit_costs import host_update_bytes
+from ..plan.time.unit_costs import host_update_bytes
 from .stopwatch import seconds_once
 
 RULE = AdamRule(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False, step=100)

@@ -16,12 +16,15 @@ from ..calibrate import measure as calibrate
 from ..comm.process_group import end_process_group, start_process_group
 from ..config.checks import DTYPES
 from ..config.options import Activations, Config
-from ..plan import as_json, choice, paper_table, report
-from ..plan.hardware import MOST, Hardware, find_hardware
-from ..plan.machine_profile import calibrated_file
-from ..plan.models import Subject, find_model
-from ..plan.module import gathering
-from ..plan.shape import Setup
+from ..plan import as_json, choice, report
+from ..plan.machine.hardware import MOST, Hardware, find_hardware
+from ..plan.machine.profile import calibrated_file
+from ..plan.model.gpt import from_config
+from ..plan.model.lora import with_adapters
+from ..plan.model.module import gathering
+from ..plan.model.source import Subject, find_model
+from ..plan.papers import table as paper_table
+from ..plan.setup import Setup
 from ..system import machine
 
 HELP = "say what fits and how fast it is, for every stage and offload, before anything is started"
@@ -32,27 +35,30 @@ Nothing is allocated. Without hardware options: this machine.
 """
 EXAMPLES = """\
 examples:
-  zeroshard plan --model zero-1.5b                              a preset, on this machine
-  zeroshard plan --model zero-100b --gpus 400 --machine v100    on hardware you do not have
-  zeroshard plan --model llama/config.json --gpus 8 --gpu-memory 80 --batch max
-  zeroshard plan --model my_project.models:build --seq 2048     any nn.Module, traced on the meta device
-  zeroshard plan --max-model --gpus 16 --gpu-memory 32          the largest model for this hardware
-  zeroshard plan --model zero-8b --gpus 64 --machine h100 --tokens 300e9
-  zeroshard plan --model zero-8b --machine h100 --scale 8..8192
-  zeroshard plan --calibrate                                    measure this machine, once
-  zeroshard plan --paper                                        the papers' claims beside ours
+  zeroshard plan zero-1.5b                              a preset, on this machine
+  zeroshard plan zero-100b --gpus 400 --machine v100    on hardware you do not have
+  zeroshard plan llama/ --gpus 8 --gpu-memory 80 --batch max
+  zeroshard plan llama/config.json --lora 16            adapters on a frozen model
+  zeroshard plan my_project.models:build --seq 2048     any nn.Module
+  zeroshard plan --max-model --gpus 16 --gpu-memory 32  the largest GPT for this hardware
+  zeroshard plan zero-8b --gpus 64 --machine h100 --tokens 300e9
+  zeroshard plan zero-8b --machine h100 --scale 8..8192
+  zeroshard plan --calibrate                            measure this machine, once
+  zeroshard plan --paper                                the papers' claims beside ours
 """
 NOTHING_FITS = 1
-WIDTH = 132  # characters of a line where there is no terminal
+WIDTH = 80  # characters of a line where there is no terminal
 
 
 def define(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan`."""
     parser.add_argument(
-        "--model",
+        "model",
+        nargs="?",
         metavar="MODEL",
-        help="a preset, a .toml configuration, a Hugging Face config.json, or module:factory",
+        help="a preset, a .toml configuration, a Hugging Face config.json or model folder, or module:factory",
     )
+    parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same, as an option")
     job = parser.add_argument_group("the job")
     job.add_argument("--batch", type=_batch, metavar="N|max", help="sequences a rank (default: the preset's, or 1)")
     job.add_argument("--seq", type=int, metavar="N", help="tokens a sequence (default: the model's, at most 1024)")
@@ -67,6 +73,7 @@ def define(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="store one tensor a block and recompute the rest (default: as the preset has it, else yes)",
     )
+    job.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank on the frozen model")
     job.add_argument("--model-parallel", type=int, metavar="M", help="ranks that share each block (default: 1)")
     job.add_argument("--partition", action="store_true", help="divide checkpoints among model-parallel ranks (P_a)")
     job.add_argument("--activation-offload", action="store_true", help="checkpoints wait on the host (P_a+cpu)")
@@ -109,9 +116,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse impossible values, and options that have no effect on the question."""
+    if arguments.model is not None and arguments.model_option is not None:
+        raise ValueError(f"two models are named, {arguments.model} and --model {arguments.model_option}; give one")
+    arguments.model, arguments.model_option = arguments.model or arguments.model_option, None
     if arguments.model is None and not (arguments.max_model or arguments.paper or arguments.calibrate is not None):
-        raise ValueError("--model is needed: a preset, a Hugging Face config.json, or module:factory")
-    for option in ("seq", "micro_batches", "model_parallel", "tokens"):
+        raise ValueError("a model is needed: a preset, a Hugging Face config.json or folder, or module:factory")
+    for option in ("seq", "micro_batches", "model_parallel", "lora", "tokens"):
         value = getattr(arguments, option)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be above 0, and finite")
@@ -122,9 +132,9 @@ def _check(arguments: argparse.Namespace) -> None:
         rest = sorted(given - used - {question})
         if question in given and rest:
             raise ValueError(f"--{question} goes alone: --{', --'.join(rest)} would have no effect")
-    for option in ("tokens", "scale"):
+    for option in ("tokens", "scale", "lora"):
         if arguments.max_model and option in given:
-            raise ValueError(f"--{option} is about one model; give that as --model, without --max-model")
+            raise ValueError(f"--{option} is about one model; name that, without --max-model")
     for option in ("partition", "activation-offload"):
         if arguments.checkpointing is False and option in given:
             raise ValueError(f"--{option} is about checkpoints, and --no-checkpointing leaves none")
@@ -150,7 +160,7 @@ def _calibrate(given: str, console: Console) -> int:
     calibrate.write(found, file)
     if int(os.environ.get("RANK", "0")) == 0:
         console.print(f"Measured in {found.seconds:.0f} s: {', '.join(sorted(found.measured))}", highlight=False)
-        use = f"zeroshard plan --model MODEL --machine {file}" if given else f"stored in {file}, and used from now on"
+        use = f"zeroshard plan MODEL --machine {file}" if given else f"stored in {file}, and used from now on"
         console.print(f"  {use}", highlight=False, soft_wrap=True)
     end_process_group()
     return 0
@@ -164,37 +174,44 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
         host_memory=arguments.host_memory,
         profile=arguments.machine,
     )
-    subject = find_model(arguments.model) if arguments.model is not None else Subject("", None)
-    if subject.preset is not None and subject.transformer is not None and arguments.seq:
-        # `zeroshard train` gives a preset as many positions as its sequence has tokens.
-        longer = replace(subject.transformer, positions=arguments.seq)
-        subject = replace(subject, transformer=longer, longest=None)
-    if subject.factory is not None:
-        if arguments.max_model:
-            raise ValueError(f"--max-model makes up its models: leave --model {arguments.model} out")
-        subject.factory.check_undivided(arguments.model_parallel or 1, arguments.partition)
+    if arguments.max_model:
+        return _largest(arguments, hardware, console)
+    subject = find_model(arguments.model)
+    if arguments.lora is not None:
+        subject = replace(subject, model=with_adapters(subject.model, arguments.lora), preset=None)
     setup = _setup(arguments, subject, hardware)
     if subject.factory is not None:
         setup = subject.factory.settle(setup, _given(arguments))
         subject = replace(subject, batch=setup.batch)
-    if arguments.max_model:
-        vocabulary = choice.VOCABULARY if subject.transformer is None else subject.transformer.vocabulary
-        found = choice.largest_models(setup, hardware, vocabulary)
-        if arguments.json:
-            print(json.dumps(as_json.largest(found, hardware), indent=2))
-        else:
-            report.print_largest(found, hardware, console)
-        return 0 if any(model is not None for _, model in found) else NOTHING_FITS
     rows = choice.plan(subject, setup, hardware, arguments.batch or subject.batch)
     best = choice.recommend(rows)
     extras = as_json.extras(best or rows[-1], arguments.tokens, arguments.scale)
     if arguments.json:
         print(json.dumps(as_json.rows(rows, best, hardware, subject) | extras, indent=2))
     else:
-        report.print_rows(rows, best, hardware, console)
+        report.print_title(rows, subject, hardware, console)
         report.print_recommendation(best, rows, subject, hardware, console)
+        report.print_rows(rows, best, hardware, console)
+        if best is not None:
+            report.print_memory(best, console)
         report.print_extras(extras, console)
     return 0 if best is not None else NOTHING_FITS
+
+
+def _largest(arguments: argparse.Namespace, hardware: Hardware, console: Console) -> int:
+    vocabulary = choice.VOCABULARY
+    usual = Subject(from_config(choice.made_up(1, 2, vocabulary, Setup(stage=0))))
+    if arguments.model is not None:
+        usual = find_model(arguments.model)
+        if usual.config is None:
+            raise ValueError(f"--max-model makes up its models: leave {arguments.model} out")
+        vocabulary = usual.config.vocabulary
+    found = choice.largest_models(_setup(arguments, usual, hardware), hardware, vocabulary)
+    if arguments.json:
+        print(json.dumps(as_json.largest(found, hardware), indent=2))
+    else:
+        report.print_largest(found, hardware, console)
+    return 0 if any(model is not None for _, model in found) else NOTHING_FITS
 
 
 def _setup(arguments: argparse.Namespace, subject: Subject, hardware: Hardware) -> Setup:
@@ -212,11 +229,6 @@ def _setup(arguments: argparse.Namespace, subject: Subject, hardware: Hardware) 
         if arguments.partition:
             raise ValueError("--partition divides checkpoints among model-parallel ranks; give --model-parallel too")
         activations = replace(activations, partition=False)
-    shape = subject.transformer
-    if shape is not None and shape.heads % degree:
-        raise ValueError(f"--model-parallel {degree} does not divide the {shape.heads} heads")
-    if shape is not None and (shape.kv_heads or degree) % degree:
-        raise ValueError(f"--model-parallel {degree} does not divide the {shape.kv_heads} heads of keys and values")
     sequence = arguments.seq or subject.sequence
     if subject.longest is not None and sequence > subject.longest:
         raise ValueError(f"--seq {sequence}: {subject.name} takes {subject.longest} tokens at most")
@@ -232,7 +244,7 @@ def _setup(arguments: argparse.Namespace, subject: Subject, hardware: Hardware) 
         sequence=sequence,
         micro_batches=arguments.micro_batches,
         checkpointing=checkpointing,
-        activations=activations if checkpointing else None,
+        activations=subject.model.recomputation(checkpointing, activations),
         **_gathering(subject),
     )
 

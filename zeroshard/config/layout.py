@@ -30,6 +30,9 @@ ROOT = ""
 ROOT_TITLE = "(root)"
 """Name of the root unit in messages."""
 
+UNLIMITED = 1 << 62
+"""As ``max_unit_bytes``: no block is split."""
+
 REPEATED_SHARE = 0.05
 """Repeated blocks of a container become units if they have at least this share of the parameters."""
 

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from ..config.job import ModelConfig
 from . import choice
 from .choice import Row
-from .hardware import Hardware
-from .models import Subject
-from .module_trace import ModuleTrace
-from .scale import cost, doubling, scale
-from .shape import Transformer
+from .machine.hardware import Hardware
+from .model.source import Subject
+from .time.scale import cost, doubling, scale
 
 
-def largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware) -> dict[str, Any]:
+def largest(found: Sequence[tuple[Row, ModelConfig | None]], hardware: Hardware) -> dict[str, Any]:
     """The answer to ``--max-model``: the largest model for each stage and offload."""
     answer = [
         {
@@ -35,7 +34,7 @@ def largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware)
 def rows(planned: Sequence[Row], best: Row | None, hardware: Hardware, subject: Subject) -> dict[str, Any]:
     """The plan of a model: a row for every stage and offload, and the recommended row."""
     return {
-        "model": {"name": subject.name, "parameters": planned[0].model.parameters},
+        "model": {"name": subject.name, "parameters": planned[0].parameters},
         "hardware": _hardware(hardware),
         "rows": [_row(row) for row in planned],
         "recommended": None
@@ -95,16 +94,17 @@ def extras(row: Row, tokens: float | None, devices: tuple[int, int] | None) -> d
     if tokens is None and devices is None:
         return found
     machine = row.hardware.machine
-    if row.work is None or machine is None:
+    work = row.traced.work
+    if work is None or machine is None:
         asked = "--tokens" if tokens is not None else "--scale"
         raise ValueError(f"{asked} needs a predicted time: give --machine NAME, or measure this one with --calibrate")
     if tokens is not None:
-        if isinstance(row.model, ModuleTrace) and not row.model.tokens_known:
+        if not row.traced.tokens_known:
             raise ValueError(
-                f"--tokens: how many a step takes is not known of {row.model.name}, whose inputs are no token ids; if "
+                "--tokens: how many a step takes is not known of this model, whose inputs are no token ids; if "
                 "they are sequences of something, let the function take a parameter called sequence and make them of it"
             )
-        price = cost(row.work, row.setup, machine, tokens)
+        price = cost(work, row.setup, machine, tokens)
         found["training"] = {
             "tokens": tokens,
             "steps": math.ceil(price.steps),
@@ -118,11 +118,12 @@ def extras(row: Row, tokens: float | None, devices: tuple[int, int] | None) -> d
 
 def _scaled(row: Row, first: int, last: int) -> list[dict[str, Any]]:
     machine = row.hardware.grown(row.hardware.gpus).machine
-    assert row.work is not None
+    work = row.traced.work
+    assert work is not None
     assert machine is not None
-    unit = "samples" if isinstance(row.model, ModuleTrace) and not row.model.tokens_known else "tokens"
+    unit = "tokens" if row.traced.tokens_known else "samples"
     found = []
-    for point in scale(row.work, row.setup, machine, doubling(first, last)):
+    for point in scale(work, row.setup, machine, doubling(first, last)):
         setup = replace(row.setup, world=point.devices // row.setup.model_parallel)
         found.append(
             {

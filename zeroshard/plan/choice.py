@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
 
+from ..config.job import ModelConfig
 from ..config.offload import Offload
 from ..config.options import STAGE_3_ONLY, Activations
-from .budget import WORKSPACE, Budget, budget
-from .hardware import Hardware
-from .models import Subject
-from .module_trace import Model, ModuleTrace
-from .scale import tokens_a_step
-from .shape import Setup, Transformer, Work
-from .time import StepTime, step_time
+from .machine.hardware import Hardware
+from .memory.budget import WORKSPACE, Budget, budget
+from .model.gpt import from_config
+from .model.model import Model
+from .model.source import Subject
+from .model.trace import Trace
+from .setup import MOST_LAYERS, Setup
+from .time.scale import tokens_a_step
+from .time.step_time import StepTime, step_time
 from .volume import Volume, volume
 
 LARGEST_BATCH = 1 << 20
@@ -60,31 +65,35 @@ class Row:
     """The plan of one stage and offload."""
 
     variant: Variant
-    model: Model
+    model: Model | Trace
     setup: Setup
     hardware: Hardware
-    shape: Transformer | None = None
-    """The transformer that times are predicted for, if ``model`` is a trace of a known transformer."""
+
+    @cached_property
+    def traced(self) -> Trace:
+        return self.model if isinstance(self.model, Trace) else self.model.trace(self.setup)
+
+    @property
+    def parameters(self) -> int:
+        """Ψ of the whole model."""
+        whole = self.setup.model_parallel == 1 or isinstance(self.model, Trace)
+        return self.traced.parameters if whole else self.model.parameters
 
     @cached_property
     def budget(self) -> Budget:
-        return budget(self.model, self.setup, 0 if self.hardware.on_cpu else WORKSPACE)
+        return budget(self.traced, self.setup, 0 if self.hardware.on_cpu else WORKSPACE)
 
     @cached_property
     def volume(self) -> Volume:
-        return volume(self.model, self.setup)
+        return volume(self.traced, self.setup)
 
     @cached_property
     def time(self) -> StepTime | None:
         """None without a machine profile, and for a module whose FLOPs are not known."""
-        if self.hardware.machine is None or self.work is None:
+        work = self.traced.work
+        if self.hardware.machine is None or work is None:
             return None
-        return step_time(self.work, self.setup, self.hardware.machine)
-
-    @property
-    def work(self) -> Transformer | Work | None:
-        """The model that times are predicted for."""
-        return self.model if isinstance(self.model, Transformer) else self.shape or self.model.work
+        return step_time(work, self.setup, self.hardware.machine)
 
     @property
     def room(self) -> float:
@@ -120,20 +129,18 @@ def plan(subject: Subject, setup: Setup, hardware: Hardware, batch: int | Litera
 
 
 def _row(variant: Variant, subject: Subject, setup: Setup, hardware: Hardware) -> Row:
-    model = subject.model(setup)
-    if isinstance(model, ModuleTrace):  # a trace shows whether blocks are recomputed
-        setup = replace(setup, checkpointing=model.recomputes)
-    return Row(variant, model, setup, hardware)
+    recomputes = subject.model.trace(setup).recomputes  # a trace shows whether blocks are recomputed
+    return Row(variant, subject.model, replace(setup, checkpointing=recomputes), hardware)
 
 
 def largest_batch(subject: Subject, setup: Setup, hardware: Hardware) -> int:
     """The largest number of sequences that fits, for a rank and micro-batch; 1 if not even one fits."""
 
-    def fits(batch: int) -> bool:
-        asked = replace(setup, batch=batch)
-        return _row(Variant("", setup.offload), subject, asked, hardware).fits
+    def room(batch: int) -> float:
+        row = _row(Variant("", setup.offload), subject, replace(setup, batch=batch), hardware)
+        return min(row.room, row.host_room)
 
-    return max(1, largest_number(fits, LARGEST_BATCH))
+    return max(1, largest_with_room(room, LARGEST_BATCH))
 
 
 def recommend(rows: Sequence[Row]) -> Row | None:
@@ -149,10 +156,10 @@ def recommend(rows: Sequence[Row]) -> Row | None:
 # -- the largest model ------------------------------------------------------------------------------------------------
 
 
-def gpt(heads: int, layers: int, vocabulary: int, setup: Setup) -> Transformer:
+def made_up(heads: int, layers: int, vocabulary: int, setup: Setup) -> ModelConfig:
     """A made-up GPT with so many heads and layers."""
     hidden = heads * head_width(setup.model_parallel)
-    return Transformer(layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, positions=setup.sequence)
+    return ModelConfig(layers=layers, hidden=hidden, heads=heads, sequence=setup.sequence, vocabulary=vocabulary)
 
 
 def head_width(model_parallel: int) -> int:
@@ -171,19 +178,19 @@ def usual_layers(hidden: int) -> int:
 
 def largest_models(
     setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY
-) -> list[tuple[Row, Transformer | None]]:
+) -> list[tuple[Row, ModelConfig | None]]:
     """For every stage and offload the largest GPT that fits; None if not even the smallest GPT fits."""
     found = []
     for stage in range(4):
         for variant in variants(stage, setup, hardware):
             asked = replace(setup, stage=stage, offload=variant.offload)
-            model = largest_model(asked, hardware, vocabulary)
-            shown = model or gpt(setup.model_parallel, 2, vocabulary, setup)
-            found.append((Row(variant, shown, asked, hardware), model))
+            config = largest_model(asked, hardware, vocabulary)
+            shown = config or made_up(setup.model_parallel, 2, vocabulary, setup)
+            found.append((Row(variant, _gpt(shown), asked, hardware), config))
     return found
 
 
-def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY) -> Transformer | None:
+def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY) -> ModelConfig | None:
     """The largest GPT of a usual shape that fits: first the largest width, then the largest depth at that width.
 
     The number of heads is a multiple of the ranks that share the model.
@@ -191,30 +198,61 @@ def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY
     ranks = setup.model_parallel
     step = ranks * head_width(ranks)  # from one hidden size to the next
 
-    def fits(steps: int, layers: int) -> bool:
-        return Row(Variant("", setup.offload), gpt(steps * ranks, layers, vocabulary, setup), setup, hardware).fits
+    def room(steps: int, layers: int) -> float:
+        model = _gpt(made_up(steps * ranks, layers, vocabulary, setup))
+        row = Row(Variant("", setup.offload), model, setup, hardware)
+        return min(row.room, row.host_room)
 
-    widest = largest_number(lambda steps: fits(steps, usual_layers(steps * step)), LARGEST_HIDDEN // step)
+    def usual_size(steps: int) -> float:
+        return float(usual_layers(steps * step) * steps**2)
+
+    most = LARGEST_HIDDEN // step
+    widest = largest_with_room(lambda steps: room(steps, usual_layers(steps * step)), most, usual_size)
     if not widest:
         return None
     usual = usual_layers(widest * step)
-    more = largest_number(lambda extra: fits(widest, usual + extra), 2 * usual)
-    return gpt(widest * ranks, usual + more, vocabulary, setup)
+    more = largest_with_room(lambda extra: room(widest, usual + extra), min(2 * usual, MOST_LAYERS - usual))
+    return made_up(widest * ranks, usual + more, vocabulary, setup)
 
 
-def largest_number(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to ``most`` that fits, if all smaller numbers fit too; 0 if none fits.
+@lru_cache(maxsize=1024)  # the rows of a plan ask for the same models
+def _gpt(config: ModelConfig) -> Model:
+    return from_config(config)
 
-    >>> largest_number(lambda number: number < 78, 1000)
+
+def largest_with_room(room: Callable[[int], float], most: int, size: Callable[[int], float] = float) -> int:
+    """The largest number up to ``most`` with room, if all smaller numbers have room too; 0 if none has.
+
+    Room is nearly a straight line over ``size``. So the next number to try is where the line through the last two that
+    were tried is at 0.
+
+    >>> tried = []
+    >>> largest_with_room(lambda number: tried.append(number) or 77.5**2 - number**2, 1000, lambda number: number**2)
     77
+    >>> tried
+    [1, 2, 77, 78]
     """
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+    low, at_low = 1, room(1)
+    if at_low < 0:
+        return 0
+    high, other, tries = most + 1, (0, math.inf), 0  # ``other``: one more number that was tried, and its room
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        tries += 1
+        number, at_number = other
+        if math.isinf(at_number) or at_number == at_low:
+            guess = 2 * low
+        elif tries % 4 == 0 and high <= most:
+            guess = (low + high) // 2  # where the line is far from straight
+        else:
+            slope = (size(number) - size(low)) / (at_number - at_low)
+            target = size(low) - at_low * slope
+            guess = bisect_right(range(low, high), target, key=size) + low - 1
+        guess = min(max(guess, low + 1), high - 1)
+        found = room(guess)
+        if found < 0:
+            high, other = guess, (guess, found)
+        else:
+            other, low, at_low = (low, at_low), guess, found
     return low
 
 

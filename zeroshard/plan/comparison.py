@@ -10,14 +10,13 @@ from rich.table import Table
 
 from ..config.job import Job
 from ..config.options import Config
-from .budget import WORKSPACE, Budget, budget
 from .dryrun import DryRun
-from .formulas import HostPart, paper_memory, paper_volume, ranks_that_update, total_bytes
-from .models import from_config
-from .module import gathering
-from .rank_units import host_share, place
-from .shape import Setup
-from .units import transformer_units
+from .memory.budget import WORKSPACE, Budget, budget
+from .memory.rank_units import host_share, place
+from .model.gpt import from_config
+from .model.module import gathering
+from .papers.formulas import HostPart, paper_memory, paper_volume, ranks_that_update, total_bytes
+from .setup import Setup
 from .volume import Volume, volume
 
 
@@ -131,7 +130,7 @@ class Comparison:
     def _host_part(self) -> HostPart | None:
         if self.run.offload is None:
             return None
-        units = place(self._setup, transformer_units(from_config(self.job.model), self._setup))
+        units = place(self._setup, from_config(self.job.model).trace(self._setup).units)
         return HostPart(options=self.run.offload, share=host_share(units))
 
 

@@ -22,11 +22,11 @@ from ..offload.library import choose as choose_kernel
 from ..system import machine as facts
 from ..system.sizes import size_text
 from .choice import Row, Variant, recommend, shard_options, variants
-from .device_memory import KIND_TITLES, DeviceMemory
-from .hardware import Hardware, profile_of
-from .model_states import STATES_SHARE
-from .module import examine, has_kernel, setup_of
-from .tracer import tokens_of
+from .machine.hardware import Hardware, profile_of
+from .memory.device_memory import KIND_TITLES, DeviceMemory
+from .memory.model_states import STATES_SHARE
+from .model.module import examine, has_kernel, setup_of
+from .model.tracer import samples_of, tokens_of
 
 SUGGESTED = 3
 """The largest number of settings that a message suggests."""
@@ -84,12 +84,11 @@ class Foresight:
     ) -> None:
         self.config, self.shards, self.room = config, shards, room
         self._setup = setup_of(model, optimizer, config, shards)
-        self._model, self._shape, self.activations = examine(model, config, self._setup)
+        self._model, self.activations = examine(model, config, self._setup)
         if self.counts_activations:
             self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=config.activations)
-        if self._shape is not None:
             batch, sequence = tokens_of(config.example)
-            self._setup = replace(self._setup, batch=batch, sequence=sequence)
+            self._setup = replace(self._setup, batch=batch or samples_of(config.example), sequence=sequence or 1)
         self._offloads = optimizer is None or has_kernel(optimizer)
         profile, _ = profile_of(room.title, room.device, room.on_cpu)
         if profile is not None:
@@ -106,7 +105,7 @@ class Foresight:
     def row(self, stage: int, variant: Variant) -> Row:
         """The plan of one stage and offload."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)
-        return Row(variant, self._model, setup, self.hardware, self._shape)
+        return Row(variant, self._model, setup, self.hardware)
 
     def fits(self, row: Row) -> bool:
         """True if the row fits. If activations are not counted, model states must also leave room for them."""

@@ -9,17 +9,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..config.job import ModelConfig
 from . import choice
 from .choice import LARGEST_BATCH, Row
-from .device_memory import KIND_TITLES, KINDS, DeviceMemory
-from .hardware import GB, Hardware
-from .models import Subject
-from .shape import Transformer
-from .time import Bottleneck
+from .machine.hardware import GB, Hardware
+from .memory.device_memory import KIND_TITLES, KINDS, DeviceMemory
+from .model.source import Subject
+from .time.step_time import Bottleneck
 
 BAR = 32  # characters of a bar; the bar is the whole device
-COLUMN = 8  # characters that the bar loses for each optional column
-WIDE, MEDIUM = 120, 100  # terminals narrower than this have no bars, and no column "bound by"
+COLUMN = 8  # characters of an optional column
+WIDE = 120  # terminals narrower than this have no bars
+NARROW = 76  # narrower ones have no column "bound by"
+LINE = 70  # characters of a line of code
 LETTERS = {
     "parameters": ("P", "blue"),
     "gradients": ("G", "yellow"),
@@ -40,37 +42,43 @@ BOUNDS = {
 }
 
 
-def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, console: Console) -> None:
-    """Prints every stage and offload, with the memory of one rank as a bar."""
-    model, setup = rows[0].model, rows[0].setup
-    batches = {row.setup.batch for row in rows}
+def print_title(rows: Sequence[Row], subject: Subject, hardware: Hardware, console: Console) -> None:
+    """Prints what is planned, and for which hardware."""
+    setup = rows[0].setup
     checkpointed = ", checkpointed" if setup.checkpointing else ""
-    tokens = f" × {setup.sequence}" if isinstance(model, Transformer) or model.tokens_known else ""
-    batch = f"batch {setup.batch}" if len(batches) == 1 else "largest batch"
+    tokens = f" × {setup.sequence}" if rows[0].traced.tokens_known else ""
+    batch = f"batch {setup.batch}" if len({row.setup.batch for row in rows}) == 1 else "largest batch"
     console.print(
-        f"{model.name}: {_count(model.parameters)} parameters, {setup.precision}, {batch}{tokens}{checkpointed}",
+        f"{subject.name}: {_count(rows[0].parameters)} parameters, {setup.precision}, {batch}{tokens}{checkpointed}",
         markup=False,
+        highlight=False,
     )
-    console.print(f"on {hardware}", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    console.print(f"on {hardware}\n", highlight=False, markup=False)
+
+
+def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, console: Console) -> None:
+    """Prints every stage and offload, with the memory of one rank as a bar where there is room for it."""
+    batches = {row.setup.batch for row in rows}
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("offload", no_wrap=True)
     if len(batches) > 1:
         table.add_column("batch", justify="right", no_wrap=True)
-    bars, bounds = console.width >= WIDE, console.width >= MEDIUM
+    bars = console.width >= WIDE
     gathers = any(row.volume.checkpoints_gathered for row in rows)
     width = BAR - COLUMN * (gathers + (len(batches) > 1))
     if bars:
         table.add_column(f"peak, of {hardware.device_memory / GB:.4g} GB", no_wrap=True)
-    for title in ("GB", "room", "host GB", "fits", "volume"):
+    for title in ("GB", "room", "host", "fits", "volume"):
         table.add_column(title, justify="right", no_wrap=True)
     if gathers:
         table.add_column("P_a", justify="right", no_wrap=True)
     timed = any(row.time is not None for row in rows)
+    bounds = timed and console.width >= NARROW + COLUMN * (gathers + (len(batches) > 1))
     if timed:
         table.add_column("step", justify="right", no_wrap=True)
-        if bounds:
-            table.add_column("bound by", overflow="ellipsis", no_wrap=True)
+    if bounds:
+        table.add_column("bound by", overflow="ellipsis", no_wrap=True)
     for row in rows:
         cells: list[str | Text] = [str(row.setup.stage), row.variant.name]
         if len(batches) > 1:
@@ -83,33 +91,31 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
             Text(_gb(row.room, sign=True), style="green" if row.room >= 0 else "red"),
             Text(_gb(host) if host else "", style="red" if host and row.host_room < 0 else ""),
             "yes" if row.fits else "no",
-            f"{row.volume.elements / _per_rank(row):.2f}Ψ",
+            f"{row.volume.elements / row.traced.parameters:.2f}Ψ",
         ]
         if gathers:
-            cells.append(f"{row.volume.checkpoints_gathered / _per_rank(row):.2f}Ψ")
+            cells.append(f"{row.volume.checkpoints_gathered / row.traced.parameters:.3g}Ψ")
         if timed:
-            told = (_seconds(row.time.total), BOUNDS[row.time.bottleneck]) if row.time is not None else ("", "")
-            cells += told if bounds else told[:1]
+            cells.append(_step(row))
+        if bounds:
+            cells.append("" if row.time is None else BOUNDS[row.time.bottleneck])
         table.add_row(*cells, style="bold" if row is best else "" if row.fits else "dim")
     console.print(table)
     if LARGEST_BATCH in batches:
         console.print(f"More than {LARGEST_BATCH:,} sequences a rank were not tried.", highlight=False)
-    legend = Text("  ").join(
-        Text(f"{letter} {KIND_TITLES[kind]}", style=colour) for kind, (letter, colour) in LETTERS.items()
-    )
     if bars:
-        console.print(legend)
+        legend = (Text(f"{letter} {KIND_TITLES[kind]}", style=colour) for kind, (letter, colour) in LETTERS.items())
+        console.print(Text("  ").join(legend))
     console.print(
-        f"room: what stays free after driver and allocator; host GB: of one rank, whose part of the node is "
-        f"{_gb(hardware.host_memory_per_rank)}"
-        + ("; P_a: checkpoints\nthat model-parallel ranks gather in a step\n" if gathers else "\n"),
+        "GB: the peak of one rank. room: what stays free after driver and allocator. host: GB of one rank, whose part "
+        f"of the node is {_gb(hardware.host_memory_per_rank)}."
+        + (" P_a: checkpoints that model-parallel ranks gather in a step." if gathers else ""),
         highlight=False,
     )
 
 
-def _per_rank(row: Row) -> float:
-    """Ψ of one rank: with model parallelism a rank has a part of the model."""
-    return row.model.parameters / row.setup.model_parallel
+def _step(row: Row) -> str:
+    return "" if row.time is None else _seconds(row.time.total)
 
 
 def _bar(memory: DeviceMemory, hardware: Hardware, width: int) -> Text:
@@ -130,13 +136,28 @@ def _bar(memory: DeviceMemory, hardware: Hardware, width: int) -> Text:
 def print_recommendation(
     best: Row | None, rows: Sequence[Row], subject: Subject, hardware: Hardware, console: Console
 ) -> None:
-    """Prints the recommended row by kind of memory, its call and its command; or says what is missing."""
+    """Prints the recommended stage and offload, its call and its command; or says what is missing."""
     if best is None:
-        console.print(_shortage(rows), highlight=False)
+        console.print(_shortage(rows) + "\n", highlight=False)
         return
+    setup = best.setup
+    why = "it fits and changes least" if best.time is None else f"the fastest that fits, {_step(best)} a step"
+    console.print(f"Take stage {setup.stage}, offload {best.variant.name}: {why}.", style="bold", highlight=False)
+    if setup.offload is not None and setup.offload.update_in_backward:
+        console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")
+    if subject.preset is not None and setup.micro_batches > 1:
+        console.print("`zeroshard train` takes one micro-batch a step; several are a loop of your own.")
+    call = f"model, optimizer = {choice.shard_call(setup)}"
+    for line in _broken(call, ", ", ",") + _broken(choice.torchrun_command(setup, hardware, subject), " --", " \\"):
+        console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+    console.print()
+
+
+def print_memory(best: Row, console: Console) -> None:
+    """Prints the memory of the recommended row by kind."""
     needs, setup = best.budget, best.setup
     table = Table(box=None, pad_edge=False, padding=(0, 2))
-    table.add_column(f"GB of one rank in stage {setup.stage}, offload {best.variant.name}")
+    table.add_column(f"GB of one rank in stage {setup.stage}")
     table.add_column("at the step", justify="right")
     table.add_column(f"at the peak, in {needs.phase.value}", justify="right")
     for kind in KINDS:
@@ -147,19 +168,28 @@ def print_recommendation(
     if needs.host.total:
         table.add_row("host memory, pinned", _gb(needs.host.pinned), "")
         table.add_row("host memory, pageable", _gb(needs.host.pageable), "")
+    console.print()
     console.print(table)
     if best.volume.checkpoints_to_host:
         down, up = _gb(best.volume.checkpoints_to_host), _gb(best.volume.checkpoints_to_device)
         console.print(f"Checkpoints: {down} GB to the host in a step, and {up} GB back.", highlight=False)
-    why = "the fastest that fits" if best.time is not None else "it fits and changes least"
-    console.print(f"\nTake stage {setup.stage}, offload {best.variant.name}: {why}.", style="bold", highlight=False)
-    if setup.offload is not None and setup.offload.update_in_backward:
-        console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")
-    console.print(f"  model, optimizer = {choice.shard_call(setup)}", highlight=False, soft_wrap=True)
-    if subject.preset is not None and setup.micro_batches > 1:
-        console.print("`zeroshard train` takes one micro-batch a step; several are a loop of your own.")
-    command = choice.torchrun_command(setup, hardware, subject)
-    console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _broken(text: str, before: str, end: str) -> list[str]:
+    """A long line as several lines, broken where ``before`` stands. Broken lines end with ``end``.
+
+    >>> _broken("run" + " --option value" * 6, " --", " +")
+    ['run --option value --option value --option value --option value +', '    --option value --option value']
+    """
+    first, *rest = text.split(before)
+    lines = [first]
+    for part in rest:
+        if len(lines[-1]) + len(before) + len(part) > LINE:
+            lines[-1] += end
+            lines.append(f"    {before.strip(', ')}{part}")
+        else:
+            lines[-1] += f"{before}{part}"
+    return lines
 
 
 def _shortage(rows: Sequence[Row]) -> str:
@@ -174,7 +204,7 @@ def _shortage(rows: Sequence[Row]) -> str:
     missing = " and ".join(f"{_gb(size)} GB of {kinds[kind]}memory" for kind, size in lacking(nearest).items())
     setup = nearest.setup
     remedies = ["more nodes" if on_cpu else "more GPUs", *(["a smaller --batch"] if setup.batch > 1 else [])]
-    remedies += ["a smaller --seq"] if isinstance(nearest.model, Transformer) or nearest.model.tokens_known else []
+    remedies += ["a smaller --seq"] if nearest.traced.tokens_known else []
     remedies += [] if setup.checkpointing else ["--checkpointing"]
     return (
         f"Nothing fits. Stage {setup.stage}, offload {nearest.variant.name} comes nearest: a rank lacks {missing}. "
@@ -210,14 +240,16 @@ def print_extras(extras: dict[str, Any], console: Console) -> None:
         console.print(table)
 
 
-def print_largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Hardware, console: Console) -> None:
+def print_largest(found: Sequence[tuple[Row, ModelConfig | None]], hardware: Hardware, console: Console) -> None:
     """Prints the largest model of each stage and offload, with a bar."""
     setup = found[0][0].setup
     console.print(f"The largest GPT: {setup.precision}, batch {setup.batch} × {setup.sequence}")
     console.print(f"on {hardware}", highlight=False, markup=False)
     most = max((model.parameters for _, model in found if model is not None), default=1)
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for title in ("stage", "offload", "parameters", "layers × hidden", "", "peak GB", "host GB", "step"):
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    bars = console.width >= WIDE
+    titles = ("stage", "offload", "parameters", "layers × hidden", *([""] if bars else []), "GB", "host", "step")
+    for title in titles:
         table.add_column(title, justify="left" if title in ("offload", "") else "right", no_wrap=True)
     for row, model in found:
         if model is None:
@@ -229,7 +261,7 @@ def print_largest(found: Sequence[tuple[Row, Transformer | None]], hardware: Har
             row.variant.name,
             _count(model.parameters),
             f"{model.layers} × {model.hidden}",
-            "█" * max(1, round(BAR * model.parameters / most)),
+            *(["█" * max(1, round(BAR * model.parameters / most))] if bars else []),
             _gb(row.budget.peak.total),
             _gb(host) if host else "",
             _seconds(time.total) if time is not None else "",

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config.table import Extent, state_table
-from .activations import checkpoint_shape
-from .module_trace import Model, units_of
-from .rank_units import place
-from .shape import Setup, Transformer
+from .memory.rank_units import place
+from .model.model import Model
+from .model.trace import Trace
+from .setup import Setup
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,19 @@ class Volume:
         return self.all_gather + self.reduce_scatter + self.all_reduce
 
 
-def volume(model: Model, setup: Setup) -> Volume:
+def volume(model: Model | Trace, setup: Setup) -> Volume:
     """The volume of a step. Every micro-batch is reduced.
 
-    >>> from .shape import Transformer
-    >>> gpt = Transformer(layers=2, hidden=64, heads=1, vocabulary=256)
+    >>> from ..config.job import ModelConfig
+    >>> from .model.gpt import from_config
+    >>> gpt = from_config(ModelConfig(layers=2, hidden=64, heads=1, sequence=1024, vocabulary=256))
     >>> [round(volume(gpt, Setup(stage=stage, world=2, keep=0)).elements / gpt.parameters, 1) for stage in range(4)]
     [2.0, 2.0, 2.0, 2.9]
     """
     offload, width, times = setup.offload, setup.width, setup.micro_batches
     table = state_table(setup.stage, setup.world, offload)
-    units = place(setup, units_of(model, setup))
+    traced = model if isinstance(model, Trace) else model.trace(setup)
+    units = place(setup, traced.units)
     flats = [flat for unit in units for flat in unit.flats]
     trained = sum(flat.whole for flat in flats if flat.shape.trained)
     kept = {*range(setup.keep_root), *range(max(1, len(units) - setup.keep), len(units))}
@@ -77,17 +79,13 @@ def volume(model: Model, setup: Setup) -> Volume:
             up = width * own
     if setup.world == 1:
         gathered = reduced = summed = 0
-    return Volume(gathered, reduced, summed, down, up, *_of_checkpoints(model, setup))
+    return Volume(gathered, reduced, summed, down, up, *_of_checkpoints(traced, setup))
 
 
-def _of_checkpoints(model: Model, setup: Setup) -> tuple[int, int, int]:
+def _of_checkpoints(traced: Trace, setup: Setup) -> tuple[int, int, int]:
     """Elements that are gathered, and bytes to the host and to the device."""
-    options = setup.activations
+    options, times = setup.activations, setup.micro_batches
     if options is None or not setup.checkpointing:
         return 0, 0, 0
-    if not isinstance(model, Transformer):  # a trace, which has no model parallelism
-        bytes_ = setup.micro_batches * model.checkpoints if options.offload else 0
-        return 0, bytes_, bytes_
-    count, one = setup.micro_batches * model.layers, checkpoint_shape(model, setup)
-    moved = count * setup.width * one.stored if options.offload else 0
-    return count * one.gathered, moved, moved
+    moved = times * traced.checkpoints if options.offload else 0
+    return times * traced.gathered_checkpoints, moved, moved

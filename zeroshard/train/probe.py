@@ -15,7 +15,7 @@ import zeroshard
 
 from ..config.job import TrainConfig
 from ..offload.pipeline import Pipeline
-from ..plan.formulas import HostPart, ranks_that_update
+from ..plan.papers.formulas import HostPart, ranks_that_update
 from ..runtime import runtime_of
 from ..system.trace import COPIES, Trace
 from .record import OffloadStep, Record, StepTrace

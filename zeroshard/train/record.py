@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..observe.ledger import Memory, Stats
-from ..plan.formulas import HostPart
+from ..plan.papers.formulas import HostPart
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from .gpt import GPT
-from .vocabulary import DividedLoss
+from .vocabulary import DividedLoss, PartOfLoss
 
 PLAN: dict[str, ParallelStyle] = {
     "tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -25,6 +25,12 @@ PLAN: dict[str, ParallelStyle] = {
     "blocks.*.mlp.up": ColwiseParallel(),
     "blocks.*.mlp.down": RowwiseParallel(),
 }
+
+
+def styles(*, tied: bool) -> dict[str, str]:
+    """Return how each module is divided, in words, for the plan: "colwise" or "rowwise"."""
+    found = {name: "colwise" if isinstance(style, ColwiseParallel) else "rowwise" for name, style in PLAN.items()}
+    return found if tied else found | {"head": "colwise"}
 
 
 def parallelise(model: GPT, mesh: DeviceMesh) -> None:
@@ -43,3 +49,8 @@ def parallelise(model: GPT, mesh: DeviceMesh) -> None:
     else:
         parallelize_module(model.head, mesh, ColwiseParallel(use_local_output=False))
     model.loss = DividedLoss()
+
+
+def expect_divided_logits(model: GPT) -> None:
+    """Let a GPT that has one rank's part compute that rank's part of the loss, without other ranks. For the plan."""
+    model.loss = PartOfLoss()

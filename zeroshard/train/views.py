@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..observe.ledger import Memory
-from ..plan.formulas import (
+from ..plan.papers.formulas import (
     KINDS,
     PaperRow,
     paper_memory,

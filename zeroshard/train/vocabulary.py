@@ -40,9 +40,19 @@ class DividedLoss(nn.Module):
         return loss
 
 
+class PartOfLoss(nn.Module):
+    """What one rank computes of the loss, for a plan: the same tensors as in ``DividedLoss``, and no other ranks."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return a number without a meaning, from the logits of this rank's tokens."""
+        part, size = logits.flatten(0, 1), logits.shape[-1]
+        loss: Tensor = _CrossEntropy.apply(part, targets.flatten(), 0, size, None)  # type: ignore[no-untyped-call]
+        return loss
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, size: int, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, size: int, mesh: DeviceMesh | None) -> Tensor:
         own = logits.shape[-1]  # may be 0 on the last ranks, if the vocabulary is small
         highest = logits.amax(-1).float() if own else logits.new_full(targets.shape, -math.inf, dtype=torch.float32)
         highest = _over_ranks(highest, "max", mesh)
@@ -80,6 +90,8 @@ class _CrossEntropy(torch.autograd.Function):
         return result, None, None, None, None
 
 
-def _over_ranks(value: Tensor, operation: str, mesh: DeviceMesh) -> Tensor:
+def _over_ranks(value: Tensor, operation: str, mesh: DeviceMesh | None) -> Tensor:
+    if mesh is None:
+        return value
     joined = DTensor.from_local(value, mesh, [Partial(operation)], run_check=False).redistribute(mesh, [Replicate()])
     return joined.to_local()

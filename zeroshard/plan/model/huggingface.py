@@ -1,0 +1,190 @@
+"""Models of the package ``transformers``, built from a ``config.json`` on the meta device. Weights are not read."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...system.parse import parse_json, read_start
+from ...system.words import quoted, word
+from ..setup import MOST_LAYERS, ModelError, Setup
+from .divide import check_heads, divide
+from .known_values import KnownValues
+from .model import Model, error_text
+from .tracer import Built, Uninitialised
+
+LARGEST_CONFIG = 10_000_000
+"""Bytes of a configuration."""
+LARGEST_SIZE = 1 << 31
+"""The largest number of a configuration."""
+LARGEST_PARAMETER = 1 << 45
+"""Elements of the largest parameter. More is a mistake."""
+TASKS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification", "AutoModel")
+"""Classes that a configuration without ``architectures`` may belong to; the first that knows it is taken."""
+INSTALL = 'it is built with the package transformers: pip install "transformers>=5"'
+REMEDY = "; a model that transformers does not know is planned from a function that builds it: --model module:factory"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A checked ``config.json``."""
+
+    name: str
+    values: Mapping[str, Any]
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that the model takes; None without a limit."""
+        known = (self.values.get(key) for key in ("n_positions", "max_position_embeddings"))
+        return next((value for value in known if isinstance(value, int) and value > 0), None)
+
+    @property
+    def sequence(self) -> int:
+        """The usual length of a sequence."""
+        return min(1024, self.longest) if self.longest else 1024
+
+
+def read_config(file: Path) -> Configuration:
+    """Reads a ``config.json``. Numbers in it are bounded, because building a model takes time."""
+    try:
+        values = parse_json(read_start(file, LARGEST_CONFIG))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelError(f"--model {file}: {reason}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ModelError(f"--model {file}: no Hugging Face configuration; it has no 'model_type'")
+    for key, value in _numbers(values):
+        most = MOST_LAYERS if "layer" in key.split(".")[-1] else LARGEST_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            shown = f"{value:,}" if abs(value) < 1 << 63 else quoted(value)
+            raise ModelError(f"--model {file}: {word(key)} must be at most {most:,}, not {shown}")
+    return Configuration(word(_name(file, values)), values)
+
+
+def _numbers(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int | float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{path}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{path}{key}", value
+
+
+def _name(file: Path, values: Mapping[str, Any]) -> str:
+    """The name of a model: the name it was loaded by, the folder's name, or the architecture's name."""
+    given = values.get("_name_or_path")
+    if isinstance(given, str) and given.strip(" ./"):
+        return Path(given).name if given.startswith(("/", ".", "~")) else given.strip()
+    if file.name != "config.json":
+        return file.stem
+    architectures = values.get("architectures")
+    known = architectures[0] if isinstance(architectures, list) and architectures else values["model_type"]
+    return file.absolute().parent.name or str(known)
+
+
+def from_configuration(found: Configuration, where: str) -> Model:
+    """The model of a configuration. ``where`` is the file, for messages."""
+    config = _make_config(found.values, where)
+
+    def build(setup: Setup) -> Built:
+        wanted = copy.deepcopy(config)
+        if setup.checkpointing:  # a block that is recomputed would write its keys and values to the cache twice
+            wanted.use_cache = False
+        values = KnownValues()
+        with torch.device("meta"), Uninitialised(), values, _quiet():
+            model = _make_model(wanted, where).train()
+            named = _inputs(model, wanted, setup)
+        divided: frozenset[int] = frozenset()
+        if setup.model_parallel > 1:
+            heads = (getattr(wanted, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+            check_heads(setup.model_parallel, *heads)
+            divided = divide(model, _styles(model, where, setup.model_parallel), setup.model_parallel)
+        return Built(model, named=named, values=values, divided=divided, tokens_known="pixel_values" not in named)
+
+    return Model(found.name, build, sequence=found.sequence, remedy=REMEDY)
+
+
+def _make_config(values: Mapping[str, Any], where: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(f"--model {where}: {INSTALL}") from None
+    # Models are trained in the plan's precision: what a file says about quantised weights does not matter here.
+    given = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
+    kind = given.pop("model_type")
+    try:
+        with _quiet():
+            config = transformers.AutoConfig.for_model(kind, **given)
+            config.use_cache = getattr(config, "use_cache", True)
+    except Exception as error:
+        reason = f"transformers {transformers.__version__}: {error_text(error)}"
+        raise ModelError(f"--model {where}: model_type {quoted(kind)} cannot be read by {reason}{REMEDY}") from None
+    return config
+
+
+def _make_model(config: Any, where: str) -> nn.Module:
+    import transformers
+
+    named = [name for name in config.architectures or () if hasattr(transformers, str(name))]
+    tasks = ("AutoModelForSeq2SeqLM", *TASKS) if config.is_encoder_decoder else TASKS
+    last: Exception = ValueError("no class of the package takes it")
+    for name in (*named[:1], *tasks):
+        kind = getattr(transformers, name)
+        try:
+            model: nn.Module = kind.from_config(config) if name in tasks else kind._from_config(config)
+        except Exception as error:
+            last = error
+            if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
+                continue
+            break
+        large = [name for name, parameter in model.named_parameters() if parameter.numel() > LARGEST_PARAMETER]
+        if large:
+            raise ModelError(f"--model {where}: {large[0]} would have more than {LARGEST_PARAMETER:,} elements")
+        return model
+    raise ModelError(f"--model {where}: building it on the meta device failed: {error_text(last)}{REMEDY}")
+
+
+def _inputs(model: Any, config: Any, setup: Setup) -> dict[str, Any]:
+    """One micro-batch, with targets if the model has a loss."""
+    known = inspect.signature(model.forward).parameters
+    if model.main_input_name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
+        given = {"pixel_values": torch.zeros(setup.batch, config.num_channels, size, size)}
+        targets = torch.zeros(setup.batch, dtype=torch.long)
+    else:
+        targets = torch.zeros(setup.batch, setup.sequence, dtype=torch.long)
+        given = {model.main_input_name: targets}
+    if "labels" in known:
+        given["labels"] = targets
+    return given
+
+
+def _styles(model: Any, where: str, degree: int) -> dict[str, str]:
+    """How ``transformers`` divides the model."""
+    styles = dict(getattr(model, "tp_plan", None) or {})
+    if not styles:
+        raise ModelError(
+            f"--model-parallel {degree}: transformers has no plan to divide {type(model).__name__} of {where}; leave "
+            "--model-parallel out"
+        )
+    return styles
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Remarks of ``transformers`` on a configuration are about text that is generated, not about training."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,106 @@
+"""A model that can be planned: how it is built on the meta device, and what a trace of it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ...config.options import Activations
+from ..setup import ModelError, Setup
+from .recording import Outline, Recording, at_batch, trace_of
+from .trace import Trace
+from .tracer import Built, record
+
+LARGEST_RECORDED = 3
+"""The largest batch that is traced by itself. In a batch of one, tensors may be contiguous that are not in others."""
+
+DECISIVE = ("precision", "batch", "sequence", "checkpointing", "activations", "model_parallel", "max_unit_bytes")
+"""The fields of a setup that a trace depends on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model and its traces. A trace is made once for each batch, sequence, precision and way to recompute."""
+
+    name: str
+    build: Callable[[Setup], Built]
+    """Builds what one model-parallel rank has, with inputs for the batch and sequence of a setup."""
+    recomputes_itself: bool = False
+    """True if the module has its own way to recompute blocks, which the setup's ``checkpointing`` turns on. Other
+    modules are recomputed by ``shard(activations=...)``."""
+    sequence: int = 1024
+    """The usual length of a sequence."""
+    remedy: str = ""
+    """What to do if tracing fails."""
+    more: int = 0
+    """So many more blocks than are built. They equal the second block."""
+    _known: dict[object, tuple[Recording, Outline]] = field(default_factory=dict, repr=False)
+    _traces: dict[object, Trace] = field(default_factory=dict, repr=False)
+
+    def trace(self, setup: Setup) -> Trace:
+        """The trace for a setup.
+
+        Raises:
+            ModelError: if the module cannot be built or traced.
+        """
+        setup = replace(setup, activations=self.recomputation(setup.checkpointing, setup.activations))
+        key = tuple(getattr(setup, name) for name in DECISIVE)
+        if key not in self._traces:
+            seen, built = self._recording(setup)
+            options = setup.activations
+            divided = options is not None and options.partition
+            self._traces[key] = trace_of(
+                seen,
+                built.with_more(self.more),
+                setup.width,
+                ranks=setup.model_parallel if divided else 1,
+                on_host=options is not None and options.offload,
+            )
+        return self._traces[key]
+
+    def _recording(self, setup: Setup) -> tuple[Recording, Outline]:
+        """The recording for a setup. That of a large batch follows from two small ones."""
+        if setup.batch > LARGEST_RECORDED:
+            (fewer, built), (more, _) = (
+                self._record(replace(setup, batch=batch)) for batch in (LARGEST_RECORDED - 1, LARGEST_RECORDED)
+            )
+            if fewer.like(more):
+                return at_batch(fewer, more, setup.batch - LARGEST_RECORDED + 1), built
+        return self._record(setup)
+
+    def _record(self, setup: Setup) -> tuple[Recording, Outline]:
+        key = tuple(getattr(setup, name) for name in DECISIVE)
+        if key not in self._known:
+            try:
+                self._known[key] = record(
+                    lambda: self.build(setup),
+                    setup.precision,
+                    setup.max_unit_bytes,
+                    activations=setup.activations,
+                    degree=setup.model_parallel,
+                )
+            except ModelError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise ModelError(
+                    f"--model {self.name}: tracing it on the meta device failed: {error_text(error)}{self.remedy}"
+                ) from None
+        return self._known[key]
+
+    def recomputation(self, checkpointing: bool, options: Activations | None) -> Activations | None:
+        """The option of ``shard()`` that recomputes blocks. None if the module does so itself, or if nobody does."""
+        if not checkpointing:
+            return None
+        return options or (None if self.recomputes_itself else Activations())
+
+    @cached_property
+    def parameters(self) -> int:
+        """Ψ of the whole model."""
+        return self.trace(Setup(stage=0, sequence=self.sequence, checkpointing=False)).parameters
+
+
+def error_text(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -1,0 +1,382 @@
+"""Measures activations and FLOPs of any module: one forward and backward on the meta device, counting storages.
+
+Nothing is computed and no memory is used, except for small constants that a model may read (``known_values``). In a
+long row of equal blocks only some are traced (``blocks``). Attention counts as in the fused kernels of a GPU: they save
+queries, keys, values, the result and one number a row, but not the scores. Attention that returns its weights is not
+fused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ...config.bounds import ON_THEIR_WAY
+from ...config.checks import DTYPES
+from ...config.layout import UNLIMITED, UnitSpec, find_units
+from ...config.options import Activations
+from ...system import compat
+from .blocks import Sample, take_sample
+from .known_values import KnownValues
+from .recomputation import Recomputation
+from .recording import Moment, Outline, Recording
+from .units import buffer_bytes, module_units
+
+
+@dataclass(frozen=True)
+class Built:
+    """A module on the meta device that is ready to be traced, and the arguments of its forward."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+    values: KnownValues = field(default_factory=KnownValues)
+    """The known values of inputs on the meta device."""
+    divided: frozenset[int] = frozenset()
+    """Ids of the parameters of which the module has only one model-parallel rank's part."""
+    logits: int | None = None
+    """Elements of the logits. None: they are seen where torch computes a cross-entropy."""
+    tokens_known: bool = True
+    """True if inputs are sequences of tokens; False if they are samples of another kind."""
+
+
+class Uninitialised(TorchFunctionMode):
+    """In this context ``torch.nn.init`` does nothing: on the meta device there are no values, and it takes time."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def record(
+    build: Callable[[], Built],
+    precision: str,
+    max_unit_bytes: int,
+    *,
+    chosen: Sequence[str | type[nn.Module]] | None = None,
+    activations: Activations | None = None,
+    degree: int = 1,
+) -> tuple[Recording, Outline]:
+    """Traces a module: some of its blocks, and all of them if it cannot run with some.
+
+    If the model returns no loss, its outputs are summed to one. ``activations``: the option of ``shard()``. ``degree``:
+    the ranks that divide checkpoints among them, if ``activations`` says so.
+    """
+    try:
+        return _record(build(), precision, max_unit_bytes, chosen, activations, degree, sampled=True)
+    except Exception:  # a forward may raise anything if blocks are missing
+        return _record(build(), precision, max_unit_bytes, chosen, activations, degree, sampled=False)
+
+
+def _record(
+    built: Built,
+    precision: str,
+    max_unit_bytes: int,
+    chosen: Sequence[str | type[nn.Module]] | None,
+    activations: Activations | None,
+    degree: int,
+    *,
+    sampled: bool,
+) -> tuple[Recording, Outline]:
+    model, dtype = built.module, DTYPES[precision]
+    buffers = buffer_bytes(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    blocks = find_units(model, chosen=chosen, max_unit_bytes=UNLIMITED)[1:]
+    units = module_units(
+        model,
+        dtype.itemsize,
+        max_unit_bytes,
+        chosen,
+        blocks=[block.name for block in blocks],
+        is_divided=lambda parameter: id(parameter) in built.divided,
+    )
+    ahead = 0 if activations is None else max(activations.prefetch, ON_THEIR_WAY)
+    modules = [block.module for block in blocks]
+    sample = take_sample(model, modules, max(2, 1 + ahead)) if sampled else Sample.whole(len(blocks))
+    kept = {id(modules[number]) for number in sample.traced}
+    here = [name for name, module in model.named_modules() if id(module) in kept]
+    traced = find_units(model, chosen=here or chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
+    watch = _Tracer(model, traced)
+    recomputation = Recomputation(activations or Activations(), degree, 1 + len(sample.traced))
+    recomputed = [modules[number] for number in sample.traced] if activations is not None else []
+    try:
+        known = built.values
+        known.forget(model.parameters())
+        with known, watch, _KnownFunctions(watch), recomputation.recompute(recomputed):
+            output = model(*built.arguments, **built.named)
+            watch.end_forward()
+            loss = _loss(output)
+            del output
+            compat.run_backward(loss)
+    finally:
+        watch.remove_hooks()
+    seen = replace(
+        watch.recording(),
+        logits=watch.logits if built.logits is None else built.logits,
+        checkpoints=recomputation.stored,
+        recomputes=watch.recomputes or bool(recomputed),
+        tokens_known=built.tokens_known,
+    )
+    return seen, Outline(units, sample, buffers)
+
+
+def tokens_of(inputs: Any) -> tuple[int, int]:
+    """Batch and sequence of the first tensor of token ids; zeros if there is none."""
+    for value in _tensors(inputs):
+        if value.dim() == 2 and not value.is_floating_point():
+            return value.shape[0], value.shape[1]
+    return 0, 0
+
+
+def samples_of(inputs: Any) -> int:
+    """The number of samples in a micro-batch: the first dimension of the first tensor."""
+    return next((value.shape[0] for value in _tensors(inputs) if value.dim()), 1)
+
+
+def _loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+    if not tensors:
+        raise ValueError("no output of it depends on its parameters")
+    if len(tensors) == 1 and tensors[0].dim() == 0:
+        return tensors[0]
+    return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+class _Tracer(compat.OperationWatch):
+    """Counts the bytes of storages that are alive, without parameters and buffers, and finds the maxima by unit."""
+
+    def __init__(self, model: nn.Module, units: Sequence[UnitSpec]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, int] = {}
+        self._own = {compat.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._alive = 0
+        self._count = len(units)
+        self._after, self._growth, self._stream = ([0] * len(units) for _ in range(3))
+        self._moments: dict[tuple[Moment, int], list[int]] = {}
+        self._saved = self._early = 0
+        self.recomputes = False
+        """True if the module itself recomputes blocks in backward."""
+        self._turned = False
+        """True after the model has returned. From then on the loss or backward is computed."""
+        self._last = 0
+        """The unit that ran last."""
+        self._left: int | None = None
+        """Bytes alive when the last unit ended its forward, or when the first one began."""
+        self._now: list[int] = []
+        self._held: list[int] | None = None
+        self._arrived = 0
+        """Bytes of the gradients of the unit in backward that have arrived."""
+        self._at(Moment.ROOT_FORWARD, 0)
+        self.attention_flops = self.logits = 0.0
+        """FLOPs of attention in forward passes, which torch's counter does not see; and the elements of logits."""
+        self._forward_flops, self._matrix_flops = [0.0] * len(units), [0.0] * len(units)
+        self.forward_written = [0] * len(units)
+        """Bytes of activations, by unit."""
+        self._unit = 0
+        self._counted = (0.0, 0.0)
+        self._forward_attention = 0.0
+        self._hooks: list[RemovableHandle] = []
+        for number, unit in enumerate(units):
+            if number:
+                self._hooks.append(
+                    unit.module.register_forward_pre_hook(self._enter(number), prepend=True, with_kwargs=True)
+                )
+                self._hooks.append(unit.module.register_forward_hook(self._leave(number)))
+            for _, parameter in unit.parameters:
+                if parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take(number)))
+
+    def remove_hooks(self) -> None:
+        """Removes all hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def see(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            key, storage = compat.storage_key(tensor), tensor.untyped_storage()
+            if key not in self._known and key not in self._own:
+                self._known[key] = storage.nbytes()
+                self._alive += storage.nbytes()
+                if not self._turned:
+                    self.forward_written[self._unit] += storage.nbytes()
+                self._append()
+                weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self._alive -= self._known.pop(key, 0)
+
+    # -- where the pass is ----------------------------------------------------------------------------------------
+
+    def _enter(self, number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if compat.in_backward():
+                self.recomputes = True
+                self._at(Moment.BACKWARD, number)
+                return
+            if self._left is None:
+                self._left = self._alive
+            given = {id(one): one.nbytes for one in _tensors((args, kwargs)) if one.grad_fn is not None}
+            self._stream[number] = sum(given.values())
+            self._at(Moment.FORWARD, number)
+            self._count_for(number)
+
+        return hook
+
+    def _leave(self, number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if compat.in_backward():
+                return
+            assert self._left is not None
+            self._growth[number] += self._alive - self._left
+            self._left, self._last = self._alive, number
+            # What follows belongs to the root, or is the loss.
+            self._at(*((Moment.LOSS, 0) if number == self._count - 1 else (Moment.ROOT_FORWARD, number)))
+            self._count_for(0)
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: self._begin_backward(number))
+
+        return hook
+
+    def _begin_backward(self, number: int) -> None:
+        if number != self._last:
+            self._arrived = 0
+        self._last = number
+        self._at(Moment.BACKWARD, number)
+
+    def _take(self, number: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            size = parameter.grad.nbytes
+            if number == 0 and not any(self._after[1:]):
+                self._early += size
+            parameter.grad = None  # the plan counts gradients by itself, in their buffers
+            self._arrived += size if number == self._last else 0
+            self._after[number] = self._alive
+            if number == 0 and (any(self._after[1:]) or self._count == 1):  # before that, the loss is being computed
+                self._at(Moment.ROOT_BACKWARD, self._last)
+
+        return hook
+
+    def _at(self, moment: Moment, number: int) -> None:
+        self._now = self._moments.setdefault((moment, number), [])
+        self._held = self._moments.setdefault((Moment.HELD, number), []) if moment is Moment.BACKWARD else None
+        self._append()
+
+    def _append(self) -> None:
+        self._now.append(self._alive)
+        if self._held is not None:
+            self._held.append(self._alive + self._arrived)
+
+    def end_forward(self) -> None:
+        """Notes that the model has returned. The loss is computed next, if the model returned none."""
+        self._turned = True
+        self._saved = self._alive
+        self._at(Moment.LOSS, 0)
+        self._count_for(0)
+        self._forward_attention = self.attention_flops
+
+    def _count_for(self, unit: int) -> None:
+        """Adds the FLOPs since the last call to the unit of the last call, and goes on with ``unit``."""
+        products, attention = self._counted
+        self._matrix_flops[self._unit] += self.flops - products
+        self._forward_flops[self._unit] += self.flops - products + self.attention_flops - attention
+        self._unit, self._counted = unit, (self.flops, self.attention_flops)
+
+    # -- what was found -------------------------------------------------------------------------------------------
+
+    def recording(self) -> Recording:
+        """What was seen. The backward of attention counts as two of its forwards."""
+        return Recording(
+            alive=self._moments,
+            growth=self._growth,
+            after=self._after,
+            stream=self._stream,
+            written=self.forward_written,
+            forward_flops=self._forward_flops,
+            matrix_flops=self._matrix_flops,
+            backward_flops=self.flops + self.attention_flops - sum(self._counted) + 2 * self._forward_attention,
+            logits=self.logits,
+            saved=self._saved,
+            early=self._early,
+            checkpoints=(),
+            recomputes=self.recomputes,
+            tokens_known=True,
+        )
+
+
+class _KnownFunctions(TorchFunctionMode):
+    """Replaces attention by a function that saves what a GPU's kernels save, and counts the logits of the loss."""
+
+    def __init__(self, watch: _Tracer) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is F.cross_entropy:
+            self._watch.logits += (args[0] if args else given["input"]).numel()
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **given)
+        if func is F.multi_head_attention_forward:  # a mode does not see what a function of torch calls inside
+            return _calling(func, scaled_dot_product_attention=self._attention)(*args, **given)
+        return func(*args, **given)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        self._watch.attention_flops += 4.0 * query.numel() * key.shape[-2]
+        return _Attention.apply(query, key, value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        *batch, heads, rows, _ = query.shape
+        result = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-2, -3)  # the kernels' layout
+        sums = query.new_empty(*batch, heads, rows, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _calling(function: Callable[..., Any], **others: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of torch that calls other functions under these names. Torch itself is not changed."""
+    if not isinstance(function, FunctionType):
+        return function
+    known = {**function.__globals__, **others}
+    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
