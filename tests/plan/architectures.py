@@ -24,7 +24,6 @@ NO_DROPOUT = {
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 300, "n_positions": 128},
     "gpt_neox": MLP,
-    "opt": HIDDEN | {"word_embed_proj_dim": 128, "ffn_dim": 512, "max_position_embeddings": 128},
     "bloom": {"hidden_size": 128, "n_layer": 4, "n_head": 4, "vocab_size": 300},
     "falcon": HIDDEN,
     "llama": HEADS,
@@ -93,7 +92,8 @@ def with_memory(model: nn.Module) -> nn.Module:
     """A copy of a model on the meta device whose tensors are on the CPU. Their values are not defined."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
     return copy.deepcopy(model, memo)

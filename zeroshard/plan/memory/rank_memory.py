@@ -252,7 +252,8 @@ class RankMemory:
         divided = self.table.gradients.extent is Extent.SHARD
         latest = (flat for unit in islice(self.units, number + 1, None) for flat in reversed(unit.trained))
         flying = sum(
-            self.width * flat.whole
+            # The result of a reduce is new memory. On the device it is the stash, which is counted already.
+            self.width * (flat.whole + (flat.own if divided and flat.on_host else 0))
             for flat in islice(latest, in_flight)
             if divided or self.accumulates or flat.on_host  # otherwise the reduced gradient stays in its buffer
         )
