@@ -28,13 +28,84 @@ def asked(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_every_stage_and_offload_has_a_row_and_one_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_stage_and_offload_has_a_row_and_one_is_recommended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeroshard.cli.plan.WIDTH", 132)  # narrower lines have no bars
     assert exit_code("plan", "--model", "zero-8b", *HARDWARE) == 0
     shown = capsys.readouterr().out
     for text in ("8.16B parameters", "cpu, 16-bit states", "cpu, small", "cpu, parameters too", "PPPP", "AAAA"):
         assert text in shown
     assert "zeroshard.shard(model, optimizer, stage=" in shown
     assert "torchrun --nnodes 4" in shown
+
+
+def test_a_model_is_named_with_or_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    short, long = (asked(capsys, *model, *HARDWARE) for model in (["zero-8b"], ["--model", "zero-8b"]))
+    assert short == long
+    assert exit_code("plan", "zero-8b", "--model", "zero-4b", *HARDWARE) == 2
+    assert "two models are named, zero-8b and --model zero-4b; give one" in capsys.readouterr().err
+    assert asked(capsys, "tests.plan.factory:gpt", "--seq", "64", *HARDWARE)["recommended"]["stage"] == 0
+
+
+def test_the_recommendation_stands_before_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", "zero-8b", *HARDWARE) == 0
+    shown = capsys.readouterr().out
+    parts = ("zero-8b: 8.16B parameters", "on 64 GPUs", "Take stage", "zeroshard.shard(", "torchrun", "stage offload")
+    places = [shown.index(part) for part in (*parts, "GB of one rank in stage")]
+    assert places == sorted(places)
+    assert exit_code("plan", "zero-170b", "--gpus", "1", "--gpu-memory", "16", "--host-memory", "64") == 1
+    shown = capsys.readouterr().out
+    assert shown.index("Nothing fits") < shown.index("stage offload")
+
+
+LONG = {
+    "a preset": ["zero-8b", *HARDWARE],
+    "the largest batch": ["zero-7.5b", "--gpus", "64", "--machine", "v100", "--batch", "max"],
+    "shared by ranks": [
+        *("zero-100b", "--gpus", "400", "--machine", "v100", "--model-parallel", "8"),
+        *("--partition", "--activation-offload"),
+    ],
+    "a module": ["tests.plan.factory:sequences", "--seq", "128", "--checkpointing", "--gpus", "8", "--machine", "h100"],
+    "questions": ["zero-8b", "--gpus", "64", "--machine", "h100", "--tokens", "3e11", "--scale", "8..8192"],
+    "adapters": ["zero-1.5b", "--gpus", "8", "--machine", "h100", "--lora", "16"],
+    "nothing fits": ["zero-170b", "--gpus", "1", "--gpu-memory", "16", "--host-memory", "64"],
+    "the largest model": ["--max-model", "--gpus", "16", "--machine", "h100"],
+    "the papers": ["--paper"],
+}
+
+
+@pytest.mark.parametrize("case", [slow(case) if case == "the largest model" else case for case in LONG])
+def test_no_line_is_wider_than_80_characters_without_a_terminal(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("plan", *LONG[case]) == (1 if case == "nothing fits" else 0)
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("case", ["a preset", "shared by ranks", "questions"])
+def test_text_and_json_say_the_same(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = asked(capsys, *LONG[case])
+    assert exit_code("plan", *LONG[case]) == 0
+    shown = capsys.readouterr().out
+    best = answer["recommended"]
+    assert f"Take stage {best['stage']}, offload {best['offload']}: " in shown
+    words = " ".join(shown.replace("\\\n", " ").split())
+    assert best["command"] in words
+    assert best["shard"].replace(" ", "") in shown.replace("\n", "").replace(" ", "")
+    table = shown[shown.index("stage offload") :].splitlines()[1 : 1 + len(answer["rows"])]
+    for line, row in zip(table, answer["rows"], strict=True):
+        cells = line.split()
+        assert cells[0] == str(row["stage"])
+        assert line.split(maxsplit=1)[1].startswith(row["offload"])
+        assert ("yes" in cells, "no" in cells) == (row["fits"], not row["fits"])
+        size = row["peak"]["total"] / 1e9
+        assert any(cell.replace(",", "") in (f"{size:.1f}", f"{size:.2f}", f"{size:.3f}") for cell in cells), line
+        if case != "shared by ranks":  # whose Ψ is that of one rank
+            assert f"{row['volume']['elements'] / answer['model']['parameters']:.2f}Ψ" in cells
+    if "training" in answer:
+        assert f"{answer['training']['steps']:,} steps" in shown
+        assert all(f"{point['tokens_a_second']:,.0f}" in shown for point in answer["scale"])
 
 
 def test_a_program_gets_every_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,10 +374,17 @@ def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ([], "--model is needed"),
+        ([], "a model is needed: a preset, "),
+        (["tiny", "--model", "tiny"], "two models are named"),
+        (["tiny", "--lora", "0"], "--lora 0: must be above 0"),
+        (["--max-model", "--gpu-memory", "32", "--lora", "8"], "--lora is about one model"),
+        (["--paper", "--lora", "8"], "--lora would have no effect"),
         (["--model", "zero-8c"], "did you mean 'zero-8b'?"),
         (["--model", "nowhere.json"], "No such file"),
-        (["--model", "tests.models:net", "--gpu-memory", "32"], "tracing Net on the meta device failed"),
+        (
+            ["--model", "tests.models:net", "--gpu-memory", "32"],
+            "--model tests.models:net: tracing it on the meta device failed",
+        ),
         (["--model", "tiny", "--gpus", "0"], "--gpus 0: must be above 0"),
         (["--model", "tiny", "--gpus", "-8"], "--gpus -8: must be above 0"),
         (["--model", "tiny", "--gpus", "10", "--nodes", "4", "--gpu-memory", "32"], "evenly over --nodes 4"),

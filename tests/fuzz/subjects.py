@@ -25,7 +25,7 @@ from tests.storage.runs import difference
 from zeroshard import CheckpointError
 from zeroshard.config.job import Job, load_job, presets
 from zeroshard.plan.machine import profile as machine_profile
-from zeroshard.plan.model.huggingface import read_config
+from zeroshard.plan.model.source import find_model
 from zeroshard.storage.export import export
 from zeroshard.storage.format import CHUNK, INDEX, MARKER, Entry, Marker, data_file
 
@@ -356,5 +356,5 @@ SUBJECTS: dict[str, Subject] = {
     "weights": Subject(make_weights, change_weights, read_weights),
     "job": Subject(make_job, change_toml, read_with(job_of)),
     "machine": Subject(make_profile, change_toml, read_with(machine_profile.load)),
-    "config": Subject(make_config, change_config, read_with(read_config)),
+    "config": Subject(make_config, change_config, read_with(lambda file: find_model(str(file)).model.parameters)),
 }

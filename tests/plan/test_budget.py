@@ -147,12 +147,13 @@ def test_our_own_blocks_save_sixteen_tensors_and_one_with_checkpointing() -> Non
 
 def test_model_parallelism_divides_blocks_and_what_is_inside_them() -> None:
     one, two = (Setup(stage=0, model_parallel=degree, batch=8) for degree in (1, 2))
-    parameters = [budget(GPT2, setup).at_step.parameters for setup in (one, two)]
+    model = gpt(48, 1600, 20, 50257)  # two ranks cannot share the 25 heads of GPT-2
+    parameters = [budget(model, setup).at_step.parameters for setup in (one, two)]
     assert parameters[1] == pytest.approx(parameters[0] / 2, rel=0.01)
-    whole, half = (GPT2.trace(setup).activations for setup in (one, two))
+    whole, half = (model.trace(setup).activations for setup in (one, two))
     assert whole.backward[-1] / 2 < half.backward[-1] < whole.backward[-1], "the residual stream stays whole"
     logits = 8 * 1024 * 50257
-    assert whole.loss - half.loss == pytest.approx((12 - 6 / 2) * logits, rel=0.01), "two copies in fp32 less"
+    assert whole.loss - half.loss == pytest.approx((12 - 6 / 2) * logits, rel=1e-3), "two copies in fp32 less"
 
 
 # -- phases -----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from zeroshard import Activations
 from tests.plan.gpts import step_time
+from zeroshard import Activations
 from zeroshard.plan.machine.profile import Link, Pcie, load
 from zeroshard.plan.papers.shape import Transformer
 from zeroshard.plan.setup import Setup

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zeroshard
 from tests.models import loss_of, net
@@ -18,7 +18,7 @@ from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
 from zeroshard.config.options import Config
 from zeroshard.plan.foresee import Advice, Foresight, Room
-from zeroshard.plan.machine.profile import calibrated_file, load
+from zeroshard.plan.machine.profile import FOLDER, calibrated_file, load
 from zeroshard.system import machine
 from zeroshard.train.gpt import GPT
 
@@ -104,6 +104,23 @@ def test_decoders_of_hugging_face_are_traced_as_they_train() -> None:
     assert foresight.counts_activations, foresight.activations
 
 
+def test_a_mask_in_the_example_is_read() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) if mask.all() else layer(x.relu())
+            return x
+
+    model, example = Masked(), (torch.ones(16, 8), torch.tensor([True, False]))
+    config = Config.parse({"stage": 0, "example": example})
+    foresight = Foresight(model, torch.optim.AdamW(model.parameters()), config, 1, gpu(80))
+    assert foresight.counts_activations, foresight.activations
+
+
 def test_a_message_says_that_an_example_cannot_be_traced() -> None:
     said = advise(gpu(1), stage=0, example=(torch.zeros(3, 7, 5),)).warning
     assert said is not None
@@ -160,7 +177,7 @@ def test_a_measured_profile_of_this_machine_is_taken(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = calibrated_file("Some GPU")
     file.parent.mkdir(parents=True)
-    text = (Path(zeroshard.__file__).parent / "plan/machines/a100.toml").read_text()
+    text = (FOLDER / "a100.toml").read_text()
     file.write_text(text.replace("DGX A100, 8 x A100 80 GB", "the one at hand"))
     assert load(file).title == "the one at hand"
     said = advise(gpu(80, title="Some GPU"), 8, stage="auto", example=EXAMPLE).chosen

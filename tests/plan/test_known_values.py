@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.plan.traces import trace
 from zeroshard.plan.model.known_values import MOST_ELEMENTS, KnownValues
-from zeroshard.plan.model.tracer import trace
 from zeroshard.system import compat
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -81,7 +81,7 @@ def test_values_of_an_example_decide_what_a_module_does() -> None:
             return x
 
     saved = [
-        trace(Masked().to(META), (torch.ones(16, 8), torch.tensor(mask)), "fp32", 1, 1, 1 << 30).activations.saved
+        trace(Masked, (torch.ones(16, 8), torch.tensor(mask)), "fp32").activations.saved
         for mask in ([1, 0, 0, 0], [1, 1, 0, 0])
     ]
     assert saved[1] - saved[0] == 16 * 8 * 4
@@ -128,8 +128,7 @@ def test_decoders_of_hugging_face_save_as_much_as_with_values(kind: str, checkpo
         output = model(tokens, labels=tokens)
         alive = sum(live.sizes.values())
     del output
-    twin = copy.deepcopy(model).to(META)
-    seen = trace(twin, {"input_ids": tokens, "labels": tokens}, "fp32", 2, 64, 1 << 30).activations
+    seen = trace(lambda: copy.deepcopy(model).to(META), {"input_ids": tokens, "labels": tokens}, "fp32").activations
     assert seen.saved == pytest.approx(alive, rel=0.02)
     stream = 2 * 64 * 32 * 4
     if checkpointing != "no":

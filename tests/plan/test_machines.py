@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from zeroshard.cli.main import main
-from zeroshard.plan.machine import profile as machine_profile
 from zeroshard.plan.machine.profile import FOLDER, load, names, parse
 
 
@@ -36,8 +35,8 @@ def test_every_number_of_a_device_or_link_has_its_source_beside_it(name: str) ->
 
 
 def test_profiles_are_packaged() -> None:
-    project = tomllib.loads((Path(machine_profile.__file__).parents[2] / "pyproject.toml").read_text())
-    assert "plan/machines/*.toml" in project["tool"]["setuptools"]["package-data"]["zeroshard"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert "plan/machine/machines/*.toml" in project["tool"]["setuptools"]["package-data"]["zeroshard"]
 
 
 def test_names_are_not_case_sensitive_and_files_are_taken_by_path(tmp_path: Path) -> None:

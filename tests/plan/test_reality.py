@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zeroshard.plan.model.activations import ActivationBytes
 
 import zeroshard
 from tests.matrix import matrix
@@ -20,7 +19,7 @@ from zeroshard.config.offload import Offload
 from zeroshard.plan.dryrun import dry_run
 from zeroshard.plan.memory.budget import WORKSPACE, budget
 from zeroshard.plan.model.gpt import from_config
-from zeroshard.plan.model.trace import ModuleTrace
+from zeroshard.plan.model.trace import ActivationBytes, Trace
 from zeroshard.plan.model.units import module_units
 from zeroshard.plan.setup import Setup
 from zeroshard.plan.volume import volume
@@ -129,7 +128,7 @@ def test_volume_of_any_module_with_frozen_parameters_and_sizes_that_divide_nothi
     model = net(depth=3)
     model.blocks[1].requires_grad_(False)
     units = module_units(model, 2, 1 << 30)
-    traced = ModuleTrace("net", units, 0, ActivationBytes(0, (0,) * 4, 0, (0,) * 4, (0,) * 4))
+    traced = Trace(units, 0, ActivationBytes.none(len(units)))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = zeroshard.shard(model, torch.optim.AdamW(trained), stage=stage, precision="bf16")
     for number in range(3):
