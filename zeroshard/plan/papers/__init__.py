@@ -1,5 +1,5 @@
-"""The two papers: their formulas, and their claims beside ours.
+"""The two papers: their formulas, and their claims beside our numbers.
 
-The claims are computed with the papers' own formulas for memory (``devices``) and this plan's times. Doors:
-``formulas`` for everybody who compares a run with the papers, ``table`` for ``plan --paper``.
+The claims are data (``claims.toml``). ``runs`` computes our numbers with the papers' own formulas for memory and this
+plan's times. Doors: ``formulas`` for everybody who compares a run with the papers, ``table`` for ``plan --paper``.
 """

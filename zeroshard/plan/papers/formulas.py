@@ -72,20 +72,10 @@ class HostPart:
     largest_unit: float = 0.0
     """Ψ_unit in Ψ: the largest unit. It sets the size of the buffers that units use in turn."""
 
-    @property
-    def symbol(self) -> str:
-        """How formulas write the parameters whose states live on the host."""
-        return "Ψ" if self.share == 1 else "Ψ_host"
-
-
-def ranks_that_share(extent: Extent, world: int) -> int:
-    """How many ranks divide a state of this extent among them."""
-    return world if extent is Extent.SHARD else 1
-
 
 def ranks_that_update(stage: int, world: int) -> int:
     """How many ranks divide the optimizer's states among them."""
-    return ranks_that_share(state_table(stage, world).optimizer.extent, world)
+    return _divisors(stage, world)[-1]
 
 
 def paper_memory(stage: int, world: int, precision: str, part: HostPart | None = None) -> PaperMemory:
@@ -98,19 +88,15 @@ def paper_memory(stage: int, world: int, precision: str, part: HostPart | None =
     >>> [str(row) for row in memory.device], [str(row) for row in memory.host]
     (['2Ψ', '0', '0'], ['0', '2Ψ/4', '12Ψ/4'])
     """
-    table, size = state_table(stage, world), WIDTHS[precision]
+    size, divisors = WIDTHS[precision], _divisors(stage, world)
     states = MOMENTS + (MASTER if size < MASTER else 0)
-    extents = (table.parameters.extent, table.gradients.extent, table.optimizer.extent)
-    divisors = [ranks_that_share(extent, world) for extent in extents]
     if part is None:
-        return PaperMemory(_rows([_term(size), _term(size), _term(states)], divisors), [])
+        return PaperMemory(_rows([[Term(size)], [Term(size)], [Term(states)]], divisors), [])
     resting = size if part.options.parameters == "device" else 0
     stay = 1 - part.share
-    staying = [_term(number if stay else 0, "Ψ_device", stay) for number in (size, states)]
-    return PaperMemory(
-        _rows([_term(resting), *staying], divisors),
-        _rows(_host_terms(size, part), [divisors[-1]] * len(KINDS)),
-    )
+    staying = [[Term(number if stay else 0, "Ψ_device", stay)] for number in (size, states)]
+    on_host = _rows(_host_terms(size, part), divisors[-1:] * len(KINDS))
+    return PaperMemory(_rows([[Term(resting)], *staying], divisors), on_host)
 
 
 def total_bytes(rows: Iterable[PaperRow], parameters: float) -> float:
@@ -118,16 +104,20 @@ def total_bytes(rows: Iterable[PaperRow], parameters: float) -> float:
     return sum(row.bytes(parameters) for row in rows)
 
 
-def _rows(terms: Sequence[tuple[Term, ...]], divisors: Sequence[int]) -> list[PaperRow]:
-    return [PaperRow(*row) for row in zip(KINDS, terms, divisors, strict=True)]
+def _divisors(stage: int, world: int) -> list[int]:
+    """How many ranks divide each kind of state among them."""
+    table = state_table(stage, world)
+    return [world if row.extent is Extent.SHARD else 1 for row in (table.parameters, table.gradients, table.optimizer)]
 
 
-def _term(per_parameter: int, symbol: str = "Ψ", share: float = 1.0) -> tuple[Term, ...]:
-    return (Term(per_parameter, symbol, share),) if per_parameter else ()
+def _rows(terms: Sequence[Sequence[Term]], divisors: Sequence[int]) -> list[PaperRow]:
+    """The rows of all kinds, without terms of 0 bytes."""
+    present = [tuple(term for term in row if term.per_parameter) for row in terms]
+    return [PaperRow(*row) for row in zip(KINDS, present, divisors, strict=True)]
 
 
-def _host_terms(size: int, part: HostPart) -> list[tuple[Term, ...]]:
-    options = part.options
+def _host_terms(size: int, part: HostPart) -> list[list[Term]]:
+    options, symbol = part.options, "Ψ" if part.share == 1 else "Ψ_host"
     half, delayed = size == 2, options.delayed_update_after is not None
     separate = half and not options.split_master  # the 16-bit parameter is not a part of the master
     fresh = delayed and separate  # a buffer for new parameters that are not published yet
@@ -137,9 +127,9 @@ def _host_terms(size: int, part: HostPart) -> list[tuple[Term, ...]]:
     master = MASTER - 2 * options.read_back  # the upper half of a split master is read back from the device
     moments = MOMENTS if options.moments is torch.float32 else MOMENTS // 2
     return [
-        _term(size * (fresh + resting), part.symbol, part.share),
-        _term(gradients, part.symbol, part.share) + _term(in_turn, "Ψ_unit", part.largest_unit),
-        _term(master + moments, part.symbol, part.share),
+        [Term(size * (fresh + resting), symbol, part.share)],
+        [Term(gradients, symbol, part.share), Term(in_turn, "Ψ_unit", part.largest_unit)],
+        [Term(master + moments, symbol, part.share)],
     ]
 
 

@@ -27,18 +27,9 @@ class Transformer:
     positions: int = 0
 
     @property
-    def block_matrices(self) -> int:
-        """Elements of the matrices of one block."""
-        return 12 * self.hidden**2
-
-    @property
     def block(self) -> int:
-        """Parameters of one block.
-
-        >>> Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024).block
-        30740800
-        """
-        return self.block_matrices + 13 * self.hidden
+        """Parameters of one block: its matrices, biases and norms."""
+        return 12 * self.hidden**2 + 13 * self.hidden
 
     @property
     def root(self) -> int:
@@ -49,7 +40,7 @@ class Transformer:
     def parameters(self) -> int:
         """Ψ.
 
-        >>> Transformer(layers=48, hidden=1600, heads=25, vocabulary=50257, positions=1024).parameters
+        >>> gpt(layers=48, hidden=1600).parameters
         1557611200
         """
         return self.root + self.layers * self.block
@@ -69,7 +60,7 @@ class Transformer:
         parts = min(MOST_PARTS, math.ceil(self.block * setup.width / ranks / setup.max_unit_bytes))
         count = self.layers * parts
         units = (self.root / ranks, *[self.block / ranks / parts] * count)
-        block = tokens * (2 * self.block_matrices + 4 * setup.sequence * self.hidden) / ranks
+        block = tokens * (2 * 12 * self.hidden**2 + 4 * setup.sequence * self.hidden) / ranks
         # Norms, the outputs of attention and MLP, and both sums are whole on each rank.
         written = tokens * self.hidden * (6 + (4 + 8) / ranks)
         return Work(
@@ -83,3 +74,8 @@ class Transformer:
             stream=tokens * self.hidden * setup.width,
             parts=parts,
         )
+
+
+def gpt(layers: int, hidden: int) -> Transformer:
+    """A model of the papers: GPT-2 in another size."""
+    return Transformer(layers=layers, hidden=hidden, heads=max(1, hidden // 128), vocabulary=50257, positions=1024)
