@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..api import shard, synchronize
 from ..config.job import ModelConfig
-from ..config.offload import Offload
 from ..system import compat
 from ..train.gpt import GPT
 from .stopwatch import seconds_once
@@ -30,7 +29,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "crowded": {},
     "checkpointed": {"checkpointing": True},
     "offloaded": {"offload": "cpu"},
-    "interrupted": {"checkpointing": True, "offload": Offload(update_in_backward=True)},
 }
 """The ways to train that are timed, with their options. In the way "crowded" the host is busy at the same time."""
 
@@ -47,21 +45,13 @@ def launch_seconds(device: torch.device, busy_host: BusyHost) -> dict[str, float
     def longer(way: str) -> list[float]:
         return [step.passes - other.passes for step, other in zip(steps[way], alone, strict=True)]
 
-    def times_as_long(way: str, other: str, phase: str) -> list[float]:
-        pairs = zip(steps[way], steps[other], strict=True)
-        return [max(1.0, getattr(slow, phase) / getattr(fast, phase)) for slow, fast in pairs]
-
     found = {
-        "launch.crowded": times_as_long("crowded", "alone", "passes"),
-        "launch.interrupted": times_as_long("interrupted", "checkpointed", "backward"),
-        "launch.forward": [step.forward for step in alone],
-        "launch.backward": [step.backward for step in alone],
-        "launch.update": [step.update for step in alone],
-        "launch.step": [step.fixed for step in alone],
+        "launch.block": [step.passes for step in alone],
         "launch.recompute": longer("checkpointed"),
-        "launch.offload": longer("offloaded"),
-        "launch.hand_over": [step.update for step in steps["offloaded"]],
-        "launch.host": [step.update + step.host for step in steps["offloaded"]],
+        "launch.host": [step.host for step in steps["offloaded"]],
+        "launch.crowded": [
+            max(1.0, slow.passes / fast.passes) for slow, fast in zip(steps["crowded"], alone, strict=True)
+        ],
     }
     if "divided" in steps:  # a step of stage 3 has two gathers and a reduce for each unit
         found["launch.communicate"] = [seconds / 3 for seconds in longer("divided")]
@@ -69,18 +59,12 @@ def launch_seconds(device: torch.device, busy_host: BusyHost) -> dict[str, float
 
 
 class Launches(NamedTuple):
-    """Seconds of the driving thread in one step: for each unit, and once for the step (``fixed``)."""
+    """Seconds for one block."""
 
-    forward: float
-    backward: float
-    update: float
+    passes: float
+    """Forward and backward, of the driving thread."""
     host: float
-    """Seconds of the host's threads after the driving thread has finished its part of the update."""
-    fixed: float
-
-    @property
-    def passes(self) -> float:
-        return self.forward + self.backward
+    """The update, until the host's threads have finished it."""
 
 
 def _in_turn(device: torch.device, busy_host: BusyHost) -> dict[str, list[Launches]]:
@@ -105,8 +89,7 @@ def _steps(probes: dict[str, tuple[_Probe, ...]], busy_host: BusyHost) -> dict[s
                 few, many = shallow.turn(), deep.turn()
             units = [(late - early) / (DEPTHS[1] - DEPTHS[0]) for early, late in zip(few, many, strict=True)]
             if number >= LEARNING:
-                forward, backward, update, host = units
-                found[way].append(Launches(forward, backward, update, host, fixed=few[2] - DEPTHS[0] * update))
+                found[way].append(Launches(*units))
     return found
 
 
@@ -123,17 +106,18 @@ class _Probe:
         self._model, self._optimizer = shard(model, adamw, **options)
         self._tokens = torch.zeros(1, config.sequence, dtype=torch.long, device=device)
 
-    def turn(self) -> list[float]:
-        """Seconds of forward, backward, update, and of the host's work after the update."""
+    def turn(self) -> tuple[float, float]:
+        """Seconds of forward and backward, and of the update until the host's threads have finished it."""
         self._step()
         synchronize(self._model)
+        passes, update = self._step()
         # Only the host's threads are timed, so this does not wait for the device.
-        return [*self._step(), seconds_once(lambda: synchronize(self._model), torch.device("cpu"))]
+        return passes, update + seconds_once(lambda: synchronize(self._model), torch.device("cpu"))
 
-    def _step(self) -> list[float]:
+    def _step(self) -> tuple[float, float]:
         losses: list[Tensor] = []
         forward = self._timed(lambda: losses.append(self._model(self._tokens, self._tokens)))
-        return [forward, self._timed(losses[0].backward), self._timed(self._update)]
+        return forward + self._timed(losses[0].backward), self._timed(self._update)
 
     def _timed(self, work: Callable[[], object]) -> float:
         return seconds_once(work, self._tokens.device)

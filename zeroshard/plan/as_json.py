@@ -77,6 +77,8 @@ def _row(row: Row) -> dict[str, Any]:
         if time is None
         else {
             "step": time.total,
+            "least": row.span[0] if row.span is not None else time.total,
+            "most": row.span[1] if row.span is not None else time.total,
             "compute": time.compute,
             "launching": time.launching,
             "update": time.update,
@@ -105,11 +107,16 @@ def extras(row: Row, tokens: float | None, devices: tuple[int, int] | None) -> d
                 "they are sequences of something, let the function take a parameter called sequence and make them of it"
             )
         price = cost(work, row.setup, machine, tokens)
+        assert row.time is not None
+        assert row.span is not None
+        factors = [end / row.time.total for end in row.span]
         found["training"] = {
             "tokens": tokens,
             "steps": math.ceil(price.steps),
             "days": price.days,
             "gpu_hours": price.device_hours,
+            "days_span": [factor * price.days for factor in factors],
+            "gpu_hours_span": [factor * price.device_hours for factor in factors],
         }
     if devices is not None:
         found["scale"] = _scaled(row, *devices)

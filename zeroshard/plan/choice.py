@@ -96,6 +96,13 @@ class Row:
         return step_time(work, self.setup, self.hardware.machine)
 
     @property
+    def span(self) -> tuple[float, float] | None:
+        """The least and the most seconds of a step to expect. They are equal where one number can be said."""
+        if self.time is None or self.hardware.machine is None:
+            return None
+        return self.time.span(self.hardware.machine)
+
+    @property
     def room(self) -> float:
         """Bytes of the device that stay free; negative if the row does not fit."""
         on_host = self.budget.host.total if self.hardware.on_cpu else 0  # it is the same memory

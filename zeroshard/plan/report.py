@@ -109,13 +109,24 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     console.print(
         "GB: the peak of one rank. room: what stays free after driver and allocator. host: GB of one rank, whose part "
         f"of the node is {_gb(hardware.host_memory_per_rank)}."
-        + (" P_a: checkpoints that model-parallel ranks gather in a step." if gathers else ""),
+        + (" P_a: checkpoints that model-parallel ranks gather in a step." if gathers else "")
+        + (f" step: {_reason(rows)}." if timed and any(row.span and row.span[0] < row.span[1] for row in rows) else ""),
         highlight=False,
     )
 
 
 def _step(row: Row) -> str:
-    return "" if row.time is None else _seconds(row.time.total)
+    """The seconds of a step: one number, or the least and the most."""
+    return "" if row.span is None else _seconds(*row.span)
+
+
+def _reason(rows: Sequence[Row]) -> str:
+    """Why the time of a step is a range."""
+    machine = rows[0].hardware.machine
+    assert machine is not None
+    if machine.spread == (1.0, 1.0):
+        return "a range where launching bounds it, which depends on the processor's other work"
+    return "a range, because this machine was not measured; `zeroshard plan --calibrate` measures the one it runs on"
 
 
 def _bar(memory: DeviceMemory, hardware: Hardware, width: int) -> Text:
@@ -217,8 +228,8 @@ def print_extras(extras: dict[str, Any], console: Console) -> None:
     if "training" in extras:
         told = extras["training"]
         console.print(
-            f"\n{_count(told['tokens'])} tokens: {told['steps']:,} steps, {told['days']:.3g} days, "
-            f"{told['gpu_hours']:,.0f} GPU-hours",
+            f"\n{_count(told['tokens'])} tokens: {told['steps']:,} steps, {_span(*told['days_span'])} days, "
+            f"{_span(*told['gpu_hours_span'])} GPU-hours",
             highlight=False,
         )
     if "scale" in extras:
@@ -255,7 +266,7 @@ def print_largest(found: Sequence[tuple[Row, ModelConfig | None]], hardware: Har
         if model is None:
             table.add_row(str(row.setup.stage), row.variant.name, "none", style="dim")
             continue
-        host, time = row.budget.host.total, row.time
+        host = row.budget.host.total
         table.add_row(
             str(row.setup.stage),
             row.variant.name,
@@ -264,7 +275,7 @@ def print_largest(found: Sequence[tuple[Row, ModelConfig | None]], hardware: Har
             *(["█" * max(1, round(BAR * model.parameters / most))] if bars else []),
             _gb(row.budget.peak.total),
             _gb(host) if host else "",
-            _seconds(time.total) if time is not None else "",
+            _step(row),
         )
     console.print(table)
 
@@ -277,15 +288,21 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _seconds(time: float) -> str:
-    """A time in seconds or milliseconds.
+def _seconds(least: float, most: float) -> str:
+    """A time in seconds or milliseconds, or the least and the most.
 
-    >>> _seconds(0.00135), _seconds(6780.0)
-    ('1.35 ms', '6,780 s')
+    >>> _seconds(0.00135, 0.00135), _seconds(6780.0, 6780.0), _seconds(0.0613, 0.0917), _seconds(2.0, 2.8)
+    ('1.35 ms', '6,780 s', '61–92 ms', '2.0–2.8 s')
     """
-    if time < 0.1:
-        return f"{time * 1e3:.3g} ms"
-    return f"{time:.3g} s" if time < 1000 else f"{time:,.0f} s"
+    factor, unit = (1e3, "ms") if least < 0.1 else (1.0, "s")
+    return f"{_span(factor * least, factor * most)} {unit}"
+
+
+def _span(least: float, most: float) -> str:
+    """Two numbers with two digits each; one number with three, if they are equal."""
+    if least == most:
+        return f"{least:,.0f}" if least >= 1000 else f"{least:.3g}"
+    return "–".join(f"{end:,.0f}" if end >= 100 else f"{end:#.2g}".rstrip(".") for end in (least, most))
 
 
 def _gb(size: float, *, sign: bool = False) -> str:

@@ -89,32 +89,22 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Seconds that the thread which drives the device needs for one unit, even if the unit computes almost nothing.
+    """Seconds that the thread which drives the device needs for one block, even if the block computes almost nothing.
 
-    If the units of a model compute for less time than this, launching bounds the step. 0 seconds or a factor of 1
+    If the blocks of a model compute for less time than this, launching bounds the step. 0 seconds or a factor of 1
     mean: not known.
     """
 
-    forward: float = 0.0
-    backward: float = 0.0
+    block: float = 0.0
+    """Forward and backward."""
     recompute: float = 0.0
-    """The additional seconds in the backward of a checkpointed block."""
+    """The additional seconds in the backward of a recomputed block."""
     communicate: float = 0.0
     """One gather or reduce, with the work around it."""
-    offload: float = 0.0
-    """Sending a gradient to the host and waiting for new parameters."""
-    crowded: float = 1.0
-    """Factor on launching a unit while the host updates on the other cores."""
-    interrupted: float = 1.0
-    """Another factor on launching in backward, if the host updates during backward and shares the interpreter."""
-    hand_over: float = 0.0
-    """Telling the host to update a unit, in ``step()``."""
     host: float = 0.0
-    """Seconds of the host's own threads for the update of a unit, without the time of its memory traffic."""
-    update: float = 0.0
-    """Launching the update of a unit on the device."""
-    step: float = 0.0
-    """Once a step, not for each unit: the agreement of the ranks, and the begin and end of ``step()``."""
+    """Seconds of the host's own threads for the update of a block, without the time of its memory traffic."""
+    crowded: float = 1.0
+    """Factor on launching while the host updates on the other cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +130,9 @@ class Machine:
     pcie: Pcie
     host: Host
     launch: Launch = Launch()
+    spread: tuple[float, float] = (1.0, 1.0)
+    """The least and the most that a step of a machine like this took, divided by the planned time. A calibrated profile
+    has 1 and 1."""
 
     def host_bandwidth(self, ranks: int) -> float:
         """Bytes a second for one rank, if this number of ranks of a node update at once."""
@@ -197,7 +190,7 @@ def parse(name: str, data: Mapping[str, Any], file: Path | None = None) -> Machi
         "host": Host,
         "launch": Launch,
     }
-    known = ["title", "devices_per_node", "half", "accelerator", *tables]
+    known = ["title", "devices_per_node", "half", "accelerator", "spread", *tables]
     for key in data:
         if key not in known:
             raise ValueError(f"{where}: {word(key)} is unknown{nearest(key, known)}; known: {', '.join(known)}")
@@ -213,18 +206,27 @@ def parse(name: str, data: Mapping[str, Any], file: Path | None = None) -> Machi
     accelerator = data.get("accelerator", True)
     if not isinstance(accelerator, bool):
         raise ValueError(f"{where}: accelerator={quoted(accelerator)} must be true or false")
-    for key in ("crowded", "interrupted"):
-        if getattr(parts["launch"], key) < 1:
-            raise ValueError(f"{where}: launch.{key} is how many times as long, so at least 1")
+    if parts["launch"].crowded < 1:
+        raise ValueError(f"{where}: launch.crowded is how many times as long, so at least 1")
     efficiency = parts["device"].efficiency
     if efficiency > 1:
         raise ValueError(f"{where}: device.efficiency={efficiency!r} must be at most 1")
     title = data.get("title", name)
     if not isinstance(title, str) or not title.isprintable() or len(title) > LONGEST_TITLE:
         raise ValueError(f"{where}: title={quoted(title)} must be a short text of one line")
+    spread = _spread(data.get("spread", [1.0, 1.0]), where)
     return Machine(
-        name=name, title=title, devices_per_node=count, half=half, accelerator=accelerator, **parts
+        name=name, title=title, devices_per_node=count, half=half, accelerator=accelerator, spread=spread, **parts
     )  # fmt: skip
+
+
+def _spread(value: object, where: str) -> tuple[float, float]:
+    """The two factors of ``spread``: the first at most 1, the second at least 1."""
+    if isinstance(value, list) and len(value) == 2 and all(type(factor) in (int, float) for factor in value):
+        least, most = value
+        if 0.1 <= least <= 1 <= most <= 10:
+            return float(least), float(most)
+    raise ValueError(f"{where}: spread={quoted(value)} must be two factors, such as [0.9, 1.2], around 1")
 
 
 def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: object) -> Any:

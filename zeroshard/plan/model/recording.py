@@ -48,13 +48,14 @@ class Outline(NamedTuple):
         if not blocks:
             return self
         last = len(self.sample.stands_for)
-        ending = [unit._replace(block=last + blocks) for unit in self.units if unit.block == last]
-        usual = [unit for unit in self.units if unit.block == last - 1]
-        added = [unit._replace(block=last + number) for number in range(blocks) for unit in usual]
+        ending = [UnitShape(last + blocks, unit.flats) for unit in self.units if unit.block == last]
+        usual = [unit.flats for unit in self.units if unit.block == last - 1]
+        added = [UnitShape(last + number, flats) for number in range(blocks) for flats in usual]
         *places, final = self.sample.stands_for
-        return self._replace(
-            units=(*(unit for unit in self.units if unit.block < last), *added, *ending),
-            sample=self.sample._replace(stands_for=(*places, *[places[-1]] * blocks, final)),
+        return Outline(
+            (*(unit for unit in self.units if unit.block < last), *added, *ending),
+            Sample(self.sample.traced, (*places, *[places[-1]] * blocks, final)),
+            self.buffers,
         )
 
 

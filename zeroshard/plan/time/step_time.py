@@ -40,6 +40,9 @@ SETTLED = 1e-10
 """Two steps are equal if all times that they leave to the next differ by less than this share of a step."""
 AHEAD = 16
 """The largest number of units that the thread is ahead of the device. A queue stores about a thousand kernels."""
+LAUNCHING = (0.8, 1.25)
+"""The least and the most that a step took that is bound by launching, divided by the planned time. It depends on what
+else the processor does, and on every version of torch."""
 LAID_OUT_MICRO_BATCHES = 3
 """The smallest number of micro-batches that are laid out. Each further one takes as long as the last."""
 LAID_OUT_BLOCKS = 1024
@@ -80,6 +83,20 @@ class StepTime:
     def total(self) -> float:
         exposed = self.exposed_node_links + self.exposed_network + self.exposed_pcie
         return self.compute + self.launching + self.update + exposed
+
+    def span(self, machine: Machine) -> tuple[float, float]:
+        """The least and the most seconds to expect: both ``total`` if the machine was measured, and launching is no limit.
+
+        >>> from ..machine.profile import load
+        >>> time = StepTime(compute=1.0, launching=0.0, update=0.0, exposed_node_links=0.0, exposed_network=0.0,
+        ...                 exposed_pcie=0.0, flops=0.0)
+        >>> time.span(load("h100"))
+        (1.0, 1.4)
+        """
+        least, most = machine.spread
+        if self.bottleneck is Bottleneck.LAUNCH:
+            least, most = least * LAUNCHING[0], most * LAUNCHING[1]
+        return least * self.total, most * self.total
 
     @property
     def exposed(self) -> float:
@@ -285,21 +302,18 @@ class _Step:
 
     def _update(self) -> None:
         """After the last backward: all is reduced, the ranks agree and compute the norm, and units are updated."""
-        data, launch = self.costs.data_ring, self.machine.launch
+        data = self.costs.data_ring
         known = self.timeline.run(data.resource, 2 * data.seconds(0.0, passes=2), max(self.reduced))
-        self._launch(launch.step)
         forward, backward = range(self.layers + 1), [*range(self.layers, 0, -1), 0]
         for unit in forward:
             if self.costs.device_update[unit]:
-                launched = self._launch(launch.update)
-                done = self.timeline.run(Resource.DEVICE, self.costs.device_update[unit], known, launched)
+                done = self.timeline.run(Resource.DEVICE, self.costs.device_update[unit], known)
                 self.ready[unit] = self._send(unit, done)
         self._wait(self.timeline.free(Resource.THREAD))
         if self.offload is None or self.offload.update_in_backward:
             return
         known = max(known, *self.landed)
         for unit in backward if self.delayed else forward:
-            self._launch(launch.hand_over)
             self._update_on_host(unit, max(known, self.timeline.free(Resource.THREAD)))
         if self.offload.blocking:
             self._wait(max(self.ready))
