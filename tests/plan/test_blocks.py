@@ -16,6 +16,7 @@ from zeroshard.config.options import Activations
 from zeroshard.plan.model import gpt as gpts
 from zeroshard.plan.model.blocks import FEW, Sample, take_sample
 from zeroshard.plan.model.gpt import from_config
+from zeroshard.plan.model.huggingface import Configuration, from_configuration
 from zeroshard.plan.model.trace import Trace
 from zeroshard.plan.setup import Setup
 from zeroshard.train.gpt import GPT
@@ -133,11 +134,12 @@ def test_a_block_that_is_in_two_containers_stays() -> None:
 # -- the trace is that of all blocks ----------------------------------------------------------------------------------
 
 
-def close(seen: Trace, expected: Trace) -> None:
-    """Sizes are equal to the byte, and FLOPs up to rounding."""
+def close(seen: Trace, expected: Trace, apart: float = 0.0) -> None:
+    """Sizes are equal to the byte, and FLOPs up to rounding. ``apart``: by how much the peaks in backward may differ."""
     assert seen.units == expected.units
     assert seen.buffers == expected.buffers
-    assert seen.activations == expected.activations
+    for name, size in vars(expected.activations).items():
+        assert getattr(seen.activations, name) == pytest.approx(size, rel=apart if "backward" in name else 0.0), name
     assert seen.forward_flops == pytest.approx(expected.forward_flops)
     assert seen.matrix_flops == pytest.approx(expected.matrix_flops)
     assert seen.forward_written[1:] == pytest.approx(expected.forward_written[1:])
@@ -183,22 +185,19 @@ def test_a_few_blocks_give_the_trace_of_all_blocks(stack: str, way: str, monkeyp
 def test_a_few_blocks_of_a_hugging_face_model_give_the_trace_of_all_blocks(
     kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers
-
     layers = {"gpt2": "n_layer"}.get(kind, "num_hidden_layers")
-
-    def build() -> nn.Module:
-        config = transformers.AutoConfig.for_model(**configuration(kind, **{layers: 12, "use_cache": False}))
-        return transformers.AutoModelForCausalLM.from_config(config).train()
+    values = configuration(kind, **{layers: 12, "use_cache": False})
+    setup = Setup(stage=0, batch=2, sequence=32, checkpointing=WAYS[way] is not None, activations=WAYS[way])
 
     def seen() -> Trace:
-        return trace(build, {"input_ids": TOKENS, "labels": TOKENS}, activations=WAYS[way])
+        return from_configuration(Configuration(kind, values), kind).trace(setup)
 
     few = seen()
     trace_every_block(monkeypatch)
     every = seen()
     assert len(set(few.kinds)) < len(set(every.kinds))
-    close(few, every)
+    # Layers of two types have two tables of angles. Each is freed where backward leaves the first layer of its type.
+    close(few, every, apart=0.006 if kind == "gemma3_text" else 0.0)
 
 
 @pytest.mark.parametrize("way", [None, Activations(offload=True, prefetch=2)])

@@ -95,7 +95,8 @@ def test_ways_that_are_not_known_are_refused(styles: dict[str, str], told: str) 
 
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
-    check_heads(4, 8, 4, None)
+    check_heads(4, 8, 4)
+    check_heads(4, 8)
     with pytest.raises(ModelError, match="--model-parallel 4 does not divide the 25 heads"):
         check_heads(4, 8, 25)
 

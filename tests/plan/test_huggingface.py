@@ -135,7 +135,7 @@ def test_without_transformers_the_install_command_is_named(tmp_path: Path, monke
 
 def test_a_configuration_that_contradicts_itself_is_refused_in_one_line(tmp_path: Path) -> None:
     values = configuration("llama", hidden_size=100, num_attention_heads=3)
-    with pytest.raises(ModelError, match="config.json") as caught:
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
         find_model(folder_of(values, tmp_path)).model.trace(Setup(stage=0))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
@@ -143,6 +143,6 @@ def test_a_configuration_that_contradicts_itself_is_refused_in_one_line(tmp_path
 
 def test_what_a_file_says_is_not_printed_at_any_length(tmp_path: Path) -> None:
     values = configuration("llama", hidden_size=[1 << 62] * 1000, num_attention_heads="x" * 1000)
-    with pytest.raises(ModelError, match="config.json") as caught:
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
         find_model(folder_of(values, tmp_path)).model.trace(Setup(stage=0))
     assert len(str(caught.value)) < 600

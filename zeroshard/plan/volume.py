@@ -46,7 +46,8 @@ def volume(model: Model | Trace, setup: Setup) -> Volume:
     >>> from ..config.job import ModelConfig
     >>> from .model.gpt import from_config
     >>> gpt = from_config(ModelConfig(layers=2, hidden=64, heads=1, sequence=1024, vocabulary=256))
-    >>> [round(volume(gpt, Setup(stage=stage, world=2, keep=0, keep_root=False)).elements / gpt.parameters, 1) for stage in range(4)]
+    >>> setups = [Setup(stage=stage, world=2, keep=0, keep_root=False) for stage in range(4)]
+    >>> [round(volume(gpt, setup).elements / gpt.parameters, 1) for setup in setups]
     [2.0, 2.0, 2.0, 3.0]
     """
     offload, width, times = setup.offload, setup.width, setup.micro_batches

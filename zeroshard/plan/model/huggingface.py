@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...config.checks import nearest
 from ...system.parse import parse_json, read_start
 from ...system.words import quoted, word
 from ..setup import MOST_LAYERS, ModelError, Setup
+from .blocks import Sample
 from .divide import check_heads, divide
 from .known_values import KnownValues
 from .model import Model, error_text
@@ -106,10 +108,34 @@ def from_configuration(found: Configuration, where: str) -> Model:
         if setup.model_parallel > 1:
             heads = (getattr(wanted, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
             check_heads(setup.model_parallel, *heads)
-            divided = divide(model, _styles(model, where, setup.model_parallel), setup.model_parallel)
-        return Built(model, named=named, values=values, divided=divided, tokens_known="pixel_values" not in named)
+            divided = divide(model, getattr(model, "tp_plan", None) or {}, setup.model_parallel)
+            if not divided:
+                raise ModelError(
+                    f"--model-parallel {setup.model_parallel}: transformers has no plan to divide "
+                    f"{type(model).__name__} of {where}; leave --model-parallel out"
+                )
+        return Built(
+            model,
+            named=named,
+            values=values,
+            divided=divided,
+            tokens_known="pixel_values" not in named,
+            shorten=lambda sample: _shorten(model, sample),
+        )
 
-    return Model(found.name, build, sequence=found.sequence, remedy=REMEDY)
+    return Model(found.name, build, sequence=found.sequence, remedy=REMEDY, source=where)
+
+
+def _shorten(model: nn.Module, sample: Sample) -> None:
+    """Shortens the lists of a configuration that have an entry for each block, such as ``layer_types``."""
+    blocks = len(sample.stands_for)
+    for config in {
+        id(found): found for module in model.modules() if (found := getattr(module, "config", None))
+    }.values():
+        facts = vars(config)
+        for name, value in facts.items():
+            if isinstance(value, list) and len(value) == blocks:
+                facts[name] = [value[number] for number in sample.traced]  # setattr would compare it with other fields
 
 
 def _make_config(values: Mapping[str, Any], where: str) -> Any:
@@ -120,6 +146,12 @@ def _make_config(values: Mapping[str, Any], where: str) -> Any:
     # Models are trained in the plan's precision: what a file says about quantised weights does not matter here.
     given = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
     kind = given.pop("model_type")
+    known = list(transformers.CONFIG_MAPPING)
+    if kind not in known:
+        raise ModelError(
+            f"--model {where}: model_type {quoted(kind)} cannot be read by transformers {transformers.__version__}, "
+            f"which does not know it{nearest(kind, known)}{REMEDY}"
+        )
     try:
         with _quiet():
             config = transformers.AutoConfig.for_model(kind, **given)
@@ -165,17 +197,6 @@ def _inputs(model: Any, config: Any, setup: Setup) -> dict[str, Any]:
     if "labels" in known:
         given["labels"] = targets
     return given
-
-
-def _styles(model: Any, where: str, degree: int) -> dict[str, str]:
-    """How ``transformers`` divides the model."""
-    styles = dict(getattr(model, "tp_plan", None) or {})
-    if not styles:
-        raise ModelError(
-            f"--model-parallel {degree}: transformers has no plan to divide {type(model).__name__} of {where}; leave "
-            "--model-parallel out"
-        )
-    return styles
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...config.options import Activations
+from ...system.words import line
 from ..setup import ModelError, Setup
 from .recording import Outline, Recording, at_batch, trace_of
 from .trace import Trace
@@ -33,6 +34,8 @@ class Model:
     """The usual length of a sequence."""
     remedy: str = ""
     """What to do if tracing fails."""
+    source: str = ""
+    """Where the model comes from, as errors name it; empty: the name."""
     more: int = 0
     """So many more blocks than are built. They equal the second block."""
     _known: dict[object, tuple[Recording, Outline]] = field(default_factory=dict, repr=False)
@@ -83,9 +86,8 @@ class Model:
             except ModelError:
                 raise
             except (Exception, SystemExit) as error:
-                raise ModelError(
-                    f"--model {self.name}: tracing it on the meta device failed: {error_text(error)}{self.remedy}"
-                ) from None
+                where, reason = self.source or self.name, f"{error_text(error)}{self.remedy}"
+                raise ModelError(f"--model {where}: tracing it on the meta device failed: {reason}") from None
         return self._known[key]
 
     def recomputation(self, checkpointing: bool, options: Activations | None) -> Activations | None:
@@ -101,6 +103,6 @@ class Model:
 
 
 def error_text(error: BaseException) -> str:
-    """The kind of an error and the first line of its message."""
+    """The kind of an error and the first line of its message, cut if that is long."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    return f"{type(error).__name__}: {line(lines[0], 300) if lines else ''}".rstrip(": ")

@@ -17,6 +17,7 @@ from ...offload.rules import check_has_kernel
 from ..memory.model_states import state_tensors
 from ..setup import Setup
 from .factory import arguments_for
+from .known_values import KnownValues
 from .model import error_text
 from .recording import trace_of
 from .trace import ActivationBytes, Trace
@@ -72,9 +73,10 @@ def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[Trace, str 
         return plain, f"which are not traced in {setup.precision}"
 
     def build() -> Built:
-        twin = _on_meta(model)
-        arguments, named = arguments_for(twin, config.example, setup)
-        return Built(twin, tuple(arguments), named, tokens_known=tokens_of(config.example) != (0, 0))
+        twin, values = _on_meta(model), KnownValues()
+        with values:
+            arguments, named = arguments_for(twin, config.example, setup)
+        return Built(twin, tuple(arguments), named, values, tokens_known=tokens_of(config.example) != (0, 0))
 
     try:
         with torch.random.fork_rng(devices=[]):  # a trace leaves the random state as it was

@@ -31,6 +31,10 @@ from .recomputation import Recomputation
 from .recording import Moment, Outline, Recording
 from .units import buffer_bytes, module_units
 
+FIRST = 3
+"""The first blocks of each kind that are traced. The input of the first block may stay alive, so that only the third
+block has the same before it as all that follow."""
+
 
 @dataclass(frozen=True)
 class Built:
@@ -47,6 +51,8 @@ class Built:
     """Elements of the logits. None: they are seen where torch computes a cross-entropy."""
     tokens_known: bool = True
     """True if inputs are sequences of tokens; False if they are samples of another kind."""
+    shorten: Callable[[Sample], None] = lambda _: None
+    """Called when blocks were removed, for what the module knows about each block apart from the blocks."""
 
 
 class Uninitialised(TorchFunctionMode):
@@ -106,7 +112,8 @@ def _record(
     )
     ahead = 0 if activations is None else max(activations.prefetch, ON_THEIR_WAY)
     modules = [block.module for block in blocks]
-    sample = take_sample(model, modules, max(2, 1 + ahead)) if sampled else Sample.whole(len(blocks))
+    sample = take_sample(model, modules, max(FIRST, 1 + ahead)) if sampled else Sample.whole(len(blocks))
+    built.shorten(sample)
     kept = {id(modules[number]) for number in sample.traced}
     here = [name for name, module in model.named_modules() if id(module) in kept]
     traced = find_units(model, chosen=here or chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
@@ -124,6 +131,8 @@ def _record(
             compat.run_backward(loss)
     finally:
         watch.remove_hooks()
+    if sampled and not watch.all_ran:
+        raise ValueError("a block did not run; which blocks run may depend on their number")
     seen = replace(
         watch.recording(),
         logits=watch.logits if built.logits is None else built.logits,
@@ -311,6 +320,11 @@ class _Tracer(compat.OperationWatch):
         self._forward_flops[self._unit] += self.flops - products + self.attention_flops - attention
         self._unit, self._counted = unit, (self.flops, self.attention_flops)
 
+    @property
+    def all_ran(self) -> bool:
+        """True if every unit had a forward."""
+        return all((Moment.FORWARD, number) in self._moments for number in range(1, self._count))
+
     # -- what was found -------------------------------------------------------------------------------------------
 
     def recording(self) -> Recording:
@@ -353,6 +367,8 @@ class _KnownFunctions(TorchFunctionMode):
         return func(*args, **given)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        if query.shape[-3] % key.shape[-3]:
+            raise ValueError(f"{query.shape[-3]} heads cannot share {key.shape[-3]} heads of keys and values")
         self._watch.attention_flops += 4.0 * query.numel() * key.shape[-2]
         return _Attention.apply(query, key, value)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -85,7 +85,7 @@ class StepTime:
         return self.compute + self.launching + self.update + exposed
 
     def span(self, machine: Machine) -> tuple[float, float]:
-        """The least and the most seconds to expect: both ``total`` if the machine was measured, and launching is no limit.
+        """The least and the most seconds to expect. Both are ``total`` if nothing makes the time uncertain.
 
         >>> from ..machine.profile import load
         >>> time = StepTime(compute=1.0, launching=0.0, update=0.0, exposed_node_links=0.0, exposed_network=0.0,
