@@ -134,12 +134,13 @@ def test_a_block_that_is_in_two_containers_stays() -> None:
 # -- the trace is that of all blocks ----------------------------------------------------------------------------------
 
 
-def close(seen: Trace, expected: Trace, apart: float = 0.0) -> None:
-    """Sizes are equal to the byte, and FLOPs up to rounding. ``apart``: by how much the peaks in backward may differ."""
+def close(seen: Trace, expected: Trace, apart: int = 0) -> None:
+    """Sizes are equal to the byte, and FLOPs up to rounding. ``apart``: bytes by which sizes in backward may differ."""
     assert seen.units == expected.units
     assert seen.buffers == expected.buffers
     for name, size in vars(expected.activations).items():
-        assert getattr(seen.activations, name) == pytest.approx(size, rel=apart if "backward" in name else 0.0), name
+        bound = apart if "backward" in name else 0
+        assert getattr(seen.activations, name) == pytest.approx(size, rel=0, abs=bound), name
     assert seen.forward_flops == pytest.approx(expected.forward_flops)
     assert seen.matrix_flops == pytest.approx(expected.matrix_flops)
     assert seen.forward_written[1:] == pytest.approx(expected.forward_written[1:])
@@ -197,7 +198,7 @@ def test_a_few_blocks_of_a_hugging_face_model_give_the_trace_of_all_blocks(
     every = seen()
     assert len(set(few.kinds)) < len(set(every.kinds))
     # Layers of two types have two tables of angles. Each is freed where backward leaves the first layer of its type.
-    close(few, every, apart=0.006 if kind == "gemma3_text" else 0.0)
+    close(few, every, apart=2 * 32 * 48 * 2 if kind == "gemma3_text" else 0)
 
 
 @pytest.mark.parametrize("way", [None, Activations(offload=True, prefetch=2)])

@@ -307,5 +307,5 @@ def _span(least: float, most: float) -> str:
 
 def _gb(size: float, *, sign: bool = False) -> str:
     """A table cell in GB, so that the cells of a column can be compared."""
-    digits = 1 if abs(size) >= 10 * GB else 2 if abs(size) >= 0.1 * GB else 3
+    digits = 0 if abs(size) >= 1000 * GB else 1 if abs(size) >= 10 * GB else 2 if abs(size) >= 0.1 * GB else 3
     return f"{size / GB:{'+' if sign else ''},.{digits}f}"

@@ -177,7 +177,8 @@ class Lifetimes:
 
     def require_in_backward(self, unit: Unit) -> None:
         if self._sharded:
-            self.require(unit, self._backward.enter(unit, self._ahead), "backward")
+            stays = unit is self._root and self.kept(unit)  # it needs no gather, so it does not count as one ahead
+            self.require(unit, () if stays else self._backward.enter(unit, self._ahead), "backward")
         else:
             unit.unwatch()  # it may be recomputed
             trace.phase("backward", unit.title)

@@ -18,6 +18,8 @@ CONTEXT = 0.6e9
 """Bytes of a GPU that the driver, libraries and NCCL take. torch's allocator does not count them."""
 FRAGMENTS = 0.04
 """Share of a GPU that the caching allocator loses to fragments."""
+GUESSED = (0.3, 3.0)
+"""The spread of a profile that was chosen by the size of its memory alone. It is of another device."""
 LARGEST_GPU, LARGEST_NODE, MOST_IN_A_NODE, MOST = 1e12, 1e14, 128, 1 << 20
 """Limits of the options: more than this is a typing mistake."""
 
@@ -111,6 +113,7 @@ def find_hardware(
         title = here.device_title(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
         machine, guessed = profile_of(title, memory)
         assert machine is not None
+        machine = replace(machine, spread=GUESSED) if guessed else machine
     a_node = machine.devices_per_node
     count = gpus or (nodes * a_node if nodes else torch.cuda.device_count() or 1)
     node_count = _nodes(count, nodes, machine)

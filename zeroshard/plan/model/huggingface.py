@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +95,13 @@ def _name(file: Path, values: Mapping[str, Any]) -> str:
 
 
 def from_configuration(found: Configuration, where: str) -> Model:
-    """The model of a configuration. ``where`` is the file, for messages."""
-    config = _make_config(found.values, where)
+    """The model of a configuration. ``where`` is the file, for messages. Equal configurations share their traces."""
+    return replace(_model(json.dumps(found.values, sort_keys=True), where), name=found.name, sequence=found.sequence)
+
+
+@lru_cache(maxsize=64)
+def _model(text: str, where: str) -> Model:
+    config = _make_config(json.loads(text), where)
 
     def build(setup: Setup) -> Built:
         wanted = copy.deepcopy(config)
@@ -123,7 +130,7 @@ def from_configuration(found: Configuration, where: str) -> Model:
             shorten=lambda sample: _shorten(model, sample),
         )
 
-    return Model(found.name, build, sequence=found.sequence, remedy=REMEDY, source=where)
+    return Model("", build, remedy=REMEDY, source=where)
 
 
 def _shorten(model: nn.Module, sample: Sample) -> None:
@@ -171,7 +178,7 @@ def _make_model(config: Any, where: str) -> nn.Module:
     for name in (*named[:1], *tasks):
         kind = getattr(transformers, name)
         try:
-            model: nn.Module = kind.from_config(config) if name in tasks else kind._from_config(config)
+            model: nn.Module = kind.from_config(config) if name in tasks else kind(config)
         except Exception as error:
             last = error
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):

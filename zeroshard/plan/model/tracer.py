@@ -267,8 +267,9 @@ class _Tracer(compat.OperationWatch):
             self._growth[number] += self._alive - self._left
             self._left, self._last = self._alive, number
             # What follows belongs to the root, or is the loss.
-            self._at(*((Moment.LOSS, 0) if number == self._count - 1 else (Moment.ROOT_FORWARD, number)))
-            self._count_for(0)
+            last = number == self._count - 1
+            self._at(*((Moment.LOSS, 0) if last else (Moment.ROOT_FORWARD, number)))
+            self._count_for(0 if last else number)  # a block of several units also works between them
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: self._begin_backward(number))
