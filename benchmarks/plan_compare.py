@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plan_cases import Case, Measured
-from zeroshard.plan.choice import Row, Variant, recommend
+from zeroshard.plan.advice import Row, Variant, recommend
 from zeroshard.plan.machine.hardware import Hardware
 from zeroshard.plan.machine.profile import Link, Machine
 from zeroshard.plan.model.gpt import from_config

@@ -190,12 +190,12 @@ def test_a_few_blocks_of_a_hugging_face_model_give_the_trace_of_all_blocks(
     values = configuration(kind, **{layers: 12, "use_cache": False})
     setup = Setup(stage=0, batch=2, sequence=32, checkpointing=WAYS[way] is not None, activations=WAYS[way])
 
-    def seen() -> Trace:
-        return from_configuration(Configuration(kind, values), kind).trace(setup)
+    def seen(where: str) -> Trace:
+        return from_configuration(Configuration(kind, values), where).trace(setup)
 
-    few = seen()
+    few = seen("few")
     trace_every_block(monkeypatch)
-    every = seen()
+    every = seen("every")  # models of two files share no traces
     assert len(set(few.kinds)) < len(set(every.kinds))
     # Layers of two types have two tables of angles. Each is freed where backward leaves the first layer of its type.
     close(few, every, apart=2 * 32 * 48 * 2 if kind == "gemma3_text" else 0)

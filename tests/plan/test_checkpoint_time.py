@@ -8,7 +8,7 @@ import pytest
 
 from tests.plan.gpts import step_time
 from zeroshard import Activations
-from zeroshard.plan.machine.profile import Link, Pcie, load
+from zeroshard.plan.machine.profile import Launch, Link, Pcie, load
 from zeroshard.plan.papers.shape import Transformer
 from zeroshard.plan.setup import Setup
 from zeroshard.plan.time.checkpoint_time import CheckpointTime
@@ -16,7 +16,7 @@ from zeroshard.plan.time.collective_time import ring
 from zeroshard.plan.time.step_time import StepTime
 from zeroshard.plan.time.timeline import Interval, Resource, Timeline
 
-H200 = load("h200")
+H200 = replace(load("h200"), launch=Launch())
 SLOW = replace(H200, inside=Link(latency=0.0, bandwidth=0.5e6), pcie=Pcie(down=0.5e6, up=0.25e6))
 NARROW = Transformer(layers=3, hidden=1000, heads=8, vocabulary=256)
 """A checkpoint of 1000 tokens in 16 bits is 2 MB. A fourth takes 1 s down and 2 s up. Gathering all parts takes 3 s."""

@@ -46,7 +46,7 @@ def test_two_recordings_give_the_recording_of_any_batch(activations: Activations
 
 def test_recordings_that_saw_other_moments_are_not_alike() -> None:
     model = gpt(12, 64, 2)
-    assert not recorded(model, 2).like(recorded(gpt(4, 64, 2), 2))
+    assert not recorded(model, 2).like(recorded(gpt(2, 64, 2), 2))
     assert not recorded(model, 2).like(recorded(model, 2, Activations()))
 
 

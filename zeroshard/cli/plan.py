@@ -16,7 +16,7 @@ from ..calibrate import measure as calibrate
 from ..comm.process_group import end_process_group, start_process_group
 from ..config.checks import DTYPES
 from ..config.options import Activations, Config
-from ..plan import as_json, choice, report
+from ..plan import advice, as_json, largest, report
 from ..plan.machine.hardware import MOST, Hardware, find_hardware
 from ..plan.machine.profile import calibrated_file
 from ..plan.model.gpt import from_config
@@ -183,8 +183,8 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
     if subject.factory is not None:
         setup = subject.factory.settle(setup, _given(arguments))
         subject = replace(subject, batch=setup.batch)
-    rows = choice.plan(subject, setup, hardware, arguments.batch or subject.batch)
-    best = choice.recommend(rows)
+    rows = advice.plan(subject, setup, hardware, arguments.batch or subject.batch)
+    best = advice.recommend(rows)
     extras = as_json.extras(best or rows[-1], arguments.tokens, arguments.scale)
     if arguments.json:
         print(json.dumps(as_json.rows(rows, best, hardware, subject) | extras, indent=2))
@@ -199,14 +199,14 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _largest(arguments: argparse.Namespace, hardware: Hardware, console: Console) -> int:
-    vocabulary = choice.VOCABULARY
-    usual = Subject(from_config(choice.made_up(1, 2, vocabulary, Setup(stage=0))))
+    vocabulary = largest.VOCABULARY
+    usual = Subject(from_config(largest.made_up(1, 2, vocabulary, Setup(stage=0))))
     if arguments.model is not None:
         usual = find_model(arguments.model)
         if usual.config is None:
             raise ValueError(f"--max-model makes up its models: leave {arguments.model} out")
         vocabulary = usual.config.vocabulary
-    found = choice.largest_models(_setup(arguments, usual, hardware), hardware, vocabulary)
+    found = largest.largest_models(_setup(arguments, usual, hardware), hardware, vocabulary)
     if arguments.json:
         print(json.dumps(as_json.largest(found, hardware), indent=2))
     else:

@@ -7,6 +7,6 @@ or talk to other ranks.
 
 Rooms inside, each imports only those before it: ``machine``, ``time``, ``model``, ``memory``, ``papers``. Read
 ``setup`` first (how a model is trained), then ``model``, ``memory``, ``volume`` (communication), ``time`` and
-``choice`` (all stages and offloads side by side). There are two doors: ``choice.plan`` for the command line and
+``advice`` (all stages and offloads side by side). There are two doors: ``advice.plan`` for the command line and
 ``foresee.Foresight`` for ``shard()``.
 """

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..config.job import ModelConfig
-from . import choice
-from .choice import Row
+from . import command
+from .advice import Row
 from .machine.hardware import Hardware
 from .model.source import Subject
 from .time.scale import cost, doubling, scale
@@ -43,8 +43,8 @@ def rows(planned: Sequence[Row], best: Row | None, hardware: Hardware, subject: 
             "stage": best.setup.stage,
             "offload": best.variant.name,
             "batch": best.setup.batch,
-            "shard": choice.shard_call(best.setup),
-            "command": choice.torchrun_command(best.setup, hardware, subject),
+            "shard": command.shard_call(best.setup),
+            "command": command.torchrun_command(best.setup, hardware, subject),
         },
     }
 

@@ -21,7 +21,8 @@ from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
 from ..system import machine as facts
 from ..system.sizes import size_text
-from .choice import Row, Variant, recommend, shard_options, variants
+from .advice import Row, Variant, recommend, variants
+from .command import shard_options
 from .machine.hardware import Hardware, profile_of
 from .memory.device_memory import KIND_TITLES, DeviceMemory
 from .memory.model_states import STATES_SHARE

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.job import ModelConfig
-from . import choice
-from .choice import LARGEST_BATCH, Row
+from . import command
+from .advice import LARGEST_BATCH, Row
 from .machine.hardware import GB, Hardware
 from .memory.device_memory import KIND_TITLES, KINDS, DeviceMemory
 from .model.source import Subject
@@ -158,8 +158,8 @@ def print_recommendation(
         console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")
     if subject.preset is not None and setup.micro_batches > 1:
         console.print("`zeroshard train` takes one micro-batch a step; several are a loop of your own.")
-    call = f"model, optimizer = {choice.shard_call(setup)}"
-    for line in _broken(call, ", ", ",") + _broken(choice.torchrun_command(setup, hardware, subject), " --", " \\"):
+    call = f"model, optimizer = {command.shard_call(setup)}"
+    for line in _broken(call, ", ", ",") + _broken(command.torchrun_command(setup, hardware, subject), " --", " \\"):
         console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
     console.print()
 

@@ -5,31 +5,24 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 
-from ..config.job import ModelConfig
 from ..config.offload import Offload
-from ..config.options import STAGE_3_ONLY, Activations
 from .machine.hardware import Hardware
 from .memory.budget import WORKSPACE, Budget, budget
-from .model.gpt import from_config
 from .model.model import Model
 from .model.source import Subject
 from .model.trace import Trace
-from .setup import MOST_LAYERS, Setup
+from .setup import Setup
 from .time.scale import tokens_a_step
 from .time.step_time import StepTime, step_time
 from .volume import Volume, volume
 
 LARGEST_BATCH = 1 << 20
-LARGEST_HIDDEN = 1 << 18
-HEAD = 128
-"""Width of a head in the models that ``--max-model`` makes up. Hidden sizes are multiples of it."""
-VOCABULARY = 50257
 AS_FAST = 0.95
 """A row with at least this share of the best speed counts as equally fast, because predictions are not more exact. Of
 equally fast rows the one that changes least is taken."""
@@ -160,73 +153,6 @@ def recommend(rows: Sequence[Row]) -> Row | None:
     return min(as_fast, key=lambda row: (row.setup.offload is not None, row.setup.stage))
 
 
-# -- the largest model ------------------------------------------------------------------------------------------------
-
-
-def made_up(heads: int, layers: int, vocabulary: int, setup: Setup) -> ModelConfig:
-    """A made-up GPT with so many heads and layers."""
-    hidden = heads * head_width(setup.model_parallel)
-    return ModelConfig(layers=layers, hidden=hidden, heads=heads, sequence=setup.sequence, vocabulary=vocabulary)
-
-
-def head_width(model_parallel: int) -> int:
-    """The width of a head in made-up models. If many ranks share the heads, smaller heads give more sizes to choose."""
-    return HEAD if model_parallel <= 16 else HEAD // 2
-
-
-def usual_layers(hidden: int) -> int:
-    """The usual depth of a GPT of this width: 48 at 1600 (GPT-2), about 100 at 8192 (ZeRO's 100B), 130 at 25600 (1T).
-
-    >>> [usual_layers(hidden) for hidden in (1600, 8192, 25600)]
-    [46, 104, 132]
-    """
-    return max(2, round(hidden / (24 + hidden / 150)))
-
-
-def largest_models(
-    setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY
-) -> list[tuple[Row, ModelConfig | None]]:
-    """For every stage and offload the largest GPT that fits; None if not even the smallest GPT fits."""
-    found = []
-    for stage in range(4):
-        for variant in variants(stage, setup, hardware):
-            asked = replace(setup, stage=stage, offload=variant.offload)
-            config = largest_model(asked, hardware, vocabulary)
-            shown = config or made_up(setup.model_parallel, 2, vocabulary, setup)
-            found.append((Row(variant, _gpt(shown), asked, hardware), config))
-    return found
-
-
-def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY) -> ModelConfig | None:
-    """The largest GPT of a usual shape that fits: first the largest width, then the largest depth at that width.
-
-    The number of heads is a multiple of the ranks that share the model.
-    """
-    ranks = setup.model_parallel
-    step = ranks * head_width(ranks)  # from one hidden size to the next
-
-    def room(steps: int, layers: int) -> float:
-        model = _gpt(made_up(steps * ranks, layers, vocabulary, setup))
-        row = Row(Variant("", setup.offload), model, setup, hardware)
-        return min(row.room, row.host_room)
-
-    def usual_size(steps: int) -> float:
-        return float(usual_layers(steps * step) * steps**2)
-
-    most = LARGEST_HIDDEN // step
-    widest = largest_with_room(lambda steps: room(steps, usual_layers(steps * step)), most, usual_size)
-    if not widest:
-        return None
-    usual = usual_layers(widest * step)
-    more = largest_with_room(lambda extra: room(widest, usual + extra), min(2 * usual, MOST_LAYERS - usual))
-    return made_up(widest * ranks, usual + more, vocabulary, setup)
-
-
-@lru_cache(maxsize=1024)  # the rows of a plan ask for the same models
-def _gpt(config: ModelConfig) -> Model:
-    return from_config(config)
-
-
 def largest_with_room(room: Callable[[int], float], most: int, size: Callable[[int], float] = float) -> int:
     """The largest number up to ``most`` with room, if all smaller numbers have room too; 0 if none has.
 
@@ -261,86 +187,3 @@ def largest_with_room(room: Callable[[int], float], most: int, size: Callable[[i
         else:
             other, low, at_low = (low, at_low), guess, found
     return low
-
-
-# -- how to run it ----------------------------------------------------------------------------------------------------
-
-
-def shard_call(setup: Setup) -> str:
-    """The call of ``shard()`` for a setup.
-
-    >>> shard_call(Setup(stage=2, offload=Offload(moments=torch.bfloat16)))
-    'zeroshard.shard(model, optimizer, stage=2, precision="bf16", offload=zeroshard.Offload(moments=torch.bfloat16))'
-    """
-    stage, *offload = shard_options(setup)
-    options = [stage, f'precision="{setup.precision}"', *offload]
-    return f"zeroshard.shard(model, optimizer, {', '.join(options)})"
-
-
-def shard_options(setup: Setup) -> list[str]:
-    """Stage, offload and activations as arguments of ``shard()``.
-
-    >>> shard_options(Setup(stage=3, offload=Offload()))
-    ['stage=3', 'offload="cpu"']
-    """
-    found = [f"stage={setup.stage}"]
-    if setup.offload is not None:
-        given = ", ".join(f"{name}={_written(value)}" for name, value in _changed(setup.offload))
-        found.append(f"offload=zeroshard.Offload({given})" if given else 'offload="cpu"')
-    if setup.activations is not None:
-        activations = setup.activations
-        names = [f"{name}=True" for name in ("partition", "offload") if getattr(activations, name)]
-        names += [f"prefetch={activations.prefetch}"] if activations.prefetch != 1 else []
-        found.append(f"activations=zeroshard.Activations({', '.join(names)})")
-    return found
-
-
-def torchrun_command(setup: Setup, hardware: Hardware, subject: Subject) -> str:
-    """The command that starts the job on every node: ``zeroshard train`` for a preset, else the user's ``train.py``."""
-    nodes = ""
-    if hardware.nodes > 1:
-        nodes = f"--nnodes {hardware.nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
-    ours = subject.preset is not None and setup.micro_batches == 1  # `zeroshard train` has one micro-batch a step
-    program = " ".join(["-m zeroshard train", *_train_options(setup, subject)]) if ours else "train.py"
-    if ours and hardware.on_cpu:
-        program += " --set train.device=cpu"
-        program += " --set shard.defragment=false" if subject.shard.get("defragment") else ""
-    return f"torchrun {nodes}--nproc-per-node {hardware.per_node} {program}"
-
-
-def _train_options(setup: Setup, subject: Subject) -> Iterator[str]:
-    """The options that turn a preset into the planned job."""
-    yield f"{subject.preset} --stage {setup.stage} --precision {setup.precision}"
-    yield f"--set train.batch={setup.batch} --tensor-parallel {setup.model_parallel}"
-    if setup.sequence != subject.sequence:
-        yield f"--set model.sequence={setup.sequence}"
-    if setup.checkpointing != subject.checkpointing:
-        yield f"--set model.checkpointing={str(setup.checkpointing).lower()}"
-    usual, planned = subject.activations or Activations(), setup.activations
-    if planned is None and subject.activations is not None:
-        yield "--set shard.activations=none"
-    for name in ("partition", "offload") if planned is not None else ():
-        if getattr(planned, name) != getattr(usual, name):
-            yield f"--set shard.activations.{name}={str(getattr(planned, name)).lower()}"
-    for name in STAGE_3_ONLY if setup.stage < 3 else ():
-        if name in subject.shard:
-            yield f"--set shard.{name}=none"
-    if setup.offload is None:
-        yield "--offload none"
-        return
-    yield "--offload cpu"
-    for name, value in _changed(setup.offload):
-        yield f"--set shard.offload.{name}={'bf16' if value is torch.bfloat16 else str(value).lower()}"
-    if setup.offload.update_in_backward:
-        yield "--set shard.clip_grad_norm=none"
-
-
-def _changed(offload: Offload) -> Iterator[tuple[str, object]]:
-    """The options that differ from their defaults."""
-    for entry in fields(offload):
-        if getattr(offload, entry.name) != entry.default:
-            yield entry.name, getattr(offload, entry.name)
-
-
-def _written(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
