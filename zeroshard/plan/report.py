@@ -238,10 +238,12 @@ def print_extras(extras: dict[str, Any], console: Console) -> None:
         for title in ("devices", "step s", f"{counted}/s", "efficiency", "exposed communication", "fits"):
             table.add_column(title, justify="right")
         for point in extras["scale"]:
+            least, most = (end / point["step_seconds"] for end in point["step_span"])
+            speeds = [point[f"{counted}_a_second"] / factor for factor in (most, least)]
             table.add_row(
                 str(point["gpus"]),
-                f"{point['step_seconds']:.3g}",
-                f"{point[f'{counted}_a_second']:,.0f}",
+                _span(*point["step_span"]),
+                "–".join(dict.fromkeys(map(_count, speeds))),
                 f"{point['efficiency']:.0%}",
                 f"{point['exposed_communication']:.0%}",
                 "yes" if point["fits"] else "no",

@@ -92,8 +92,8 @@ class Node:
         return iter([Node(self.file, f"{self.where}[{n}]", entry) for n, entry in enumerate(self.value)])
 
     def optional(self, key: str) -> Node | None:
-        """An entry of a table; None if it is None. It must be there."""
-        return None if self[key].value is None else self[key]
+        """An entry of a table; None if it is missing or None."""
+        return None if self.table().get(key) is None else self[key]
 
     def table(self) -> dict[Any, Any]:
         return self.of(dict, "a table")
@@ -165,10 +165,10 @@ def _check_shared(shared: Node) -> None:
     progress = shared["progress"]
     progress["steps"].count()
     progress["skipped_steps"].count()
-    if (scale := progress.optional("loss_scale")) is not None:
+    if (scale := progress["loss_scale"]).value is not None:
         scale["scale"].must(scale["scale"].number() > 0, "above 0")
         scale["good_steps"].count()
-    if (host := progress.optional("host")) is not None:
+    if (host := progress["host"]).value is not None:
         host["delaying"].count()
         host["micro_batches"].count()
 
