@@ -146,3 +146,32 @@ def test_what_a_file_says_is_not_printed_at_any_length(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json") as caught:
         find_model(folder_of(values, tmp_path)).model.trace(Setup(stage=0))
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        configuration("bert", architectures=["BertForSequenceClassification"]),
+        configuration("llama", architectures=["LlamaForSequenceClassification"]),
+        {"model_type": "convnext", "architectures": ["ConvNextForImageClassification"], "image_size": 32}
+        | {"hidden_sizes": [16, 32, 64, 128], "depths": [1, 1, 2, 1]},
+        {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 299}
+        | {
+            "text_config": configuration("llama"),
+            "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64},
+        },
+    ],
+    ids=lambda values: values["architectures"][0],
+)
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_models_for_other_tasks_are_planned(values: dict[str, Any], recomputed: bool, tmp_path: Path) -> None:
+    model = find_model(folder_of(values, tmp_path)).model
+    seen = model.trace(Setup(stage=2, batch=4, sequence=32, checkpointing=recomputed))
+    assert sum(seen.forward_flops) > 0
+    assert seen.parameters == model.parameters
+
+
+def test_inputs_that_are_not_known_are_refused_by_their_name(tmp_path: Path) -> None:
+    values = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}
+    with pytest.raises(ModelError, match=r"its input 'input_values' is not known to the plan.*--model module:factory"):
+        find_model(folder_of(values, tmp_path)).model.trace(Setup(stage=0))

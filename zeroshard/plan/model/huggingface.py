@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...config.checks import nearest
+from ...config.checks import DTYPES, nearest
 from ...system.parse import parse_json, read_start
 from ...system.words import quoted, word
 from ..setup import MOST_LAYERS, ModelError, Setup
@@ -35,7 +35,7 @@ LARGEST_PARAMETER = 1 << 45
 TASKS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification", "AutoModel")
 """Classes that a configuration without ``architectures`` may belong to; the first that knows it is taken."""
 INSTALL = 'it is built with the package transformers: pip install "transformers>=5"'
-REMEDY = "; a model that transformers does not know is planned from a function that builds it: --model module:factory"
+REMEDY = "; plan it from a function that builds the model, and its inputs if they are no tokens: --model module:factory"
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,13 @@ def _model(text: str, where: str) -> Model:
 
     def build(setup: Setup) -> Built:
         wanted = copy.deepcopy(config)
-        if setup.checkpointing:  # a block that is recomputed would write its keys and values to the cache twice
-            wanted.use_cache = False
+        for part in _configs(wanted):
+            if setup.checkpointing:  # a block that is recomputed would write its keys and values to the cache twice
+                part.use_cache = False
         values = KnownValues()
         with torch.device("meta"), Uninitialised(), values, _quiet():
             model = _make_model(wanted, where).train()
-            named = _inputs(model, wanted, setup)
+            named = _inputs(model, wanted, setup, where)
         divided: frozenset[int] = frozenset()
         if setup.model_parallel > 1:
             heads = (getattr(wanted, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
@@ -191,19 +192,35 @@ def _make_model(config: Any, where: str) -> nn.Module:
     raise ModelError(f"--model {where}: building it on the meta device failed: {error_text(last)}{REMEDY}")
 
 
-def _inputs(model: Any, config: Any, setup: Setup) -> dict[str, Any]:
-    """One micro-batch, with targets if the model has a loss."""
-    known = inspect.signature(model.forward).parameters
-    if model.main_input_name == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
-        given = {"pixel_values": torch.zeros(setup.batch, config.num_channels, size, size)}
-        targets = torch.zeros(setup.batch, dtype=torch.long)
+def _inputs(model: Any, config: Any, setup: Setup, where: str) -> dict[str, Any]:
+    """One micro-batch, with targets if the model has a loss. Models of text and images get text alone."""
+    main, known = model.main_input_name, inspect.signature(model.forward).parameters
+    tokens = torch.zeros(setup.batch, setup.sequence, dtype=torch.long)
+    if main == "input_ids":
+        given = {main: tokens}
+    elif main == "pixel_values" and "input_ids" not in known:
+        height, width = _pair(config.image_size)
+        given = {main: torch.zeros(setup.batch, config.num_channels, height, width, dtype=DTYPES[setup.precision])}
     else:
-        targets = torch.zeros(setup.batch, setup.sequence, dtype=torch.long)
-        given = {model.main_input_name: targets}
+        raise ModelError(f"--model {where}: its input {main!r} is not known to the plan{REMEDY}")
     if "labels" in known:
-        given["labels"] = targets
+        of_samples = main == "pixel_values" or type(model).__name__.endswith("SequenceClassification")
+        given["labels"] = torch.zeros(setup.batch, dtype=torch.long) if of_samples else tokens
+        if of_samples and main == "input_ids" and model.config.pad_token_id is None:
+            model.config.pad_token_id = 0  # tells where a sequence ends
     return given
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A configuration and those inside it, such as that of the text of a model that sees images too."""
+    yield config
+    for part in vars(config).values():
+        if hasattr(type(part), "model_type"):
+            yield from _configs(part)
 
 
 @contextmanager
