@@ -158,7 +158,7 @@ def test_what_a_file_says_is_not_printed_at_any_length(tmp_path: Path) -> None:
         {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 299}
         | {
             "text_config": configuration("llama"),
-            "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64},
+            "vision_config": {"model_type": "clip_vision_model", "hidden_size": 96},
         },
     ],
     ids=lambda values: values["architectures"][0],

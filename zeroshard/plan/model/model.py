@@ -103,6 +103,5 @@ class Model:
 
 
 def error_text(error: BaseException) -> str:
-    """The kind of an error and the first line of its message, cut if that is long."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {line(lines[0], 300) if lines else ''}".rstrip(": ")
+    """The kind of an error and its message on one line, cut if that is long."""
+    return f"{type(error).__name__}: {line(' '.join(str(error).split()), 300)}".rstrip(": ")
