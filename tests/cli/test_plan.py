@@ -105,7 +105,7 @@ def test_text_and_json_say_the_same(case: str, capsys: pytest.CaptureFixture[str
             assert f"{row['volume']['elements'] / answer['model']['parameters']:.2f}Ψ" in cells
     if "training" in answer:
         assert f"{answer['training']['steps']:,} steps" in shown
-        assert all(f"{point['tokens_a_second']:,.0f}" in shown for point in answer["scale"])
+        assert all(f"{point['efficiency']:.0%}" in shown for point in answer["scale"])
 
 
 def test_a_program_gets_every_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,3 +255,28 @@ def test_the_gpt_of_a_preset_is_built_with_few_layers(monkeypatch: pytest.Monkey
     config = ModelConfig(layers=400, hidden=192, heads=3, sequence=32, vocabulary=310)
     assert from_config(config).parameters == config.parameters
     assert max(built) <= FEW + 1
+
+
+class Numbered(nn.Module):
+    """A model whose forward treats blocks by their number."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers, self.way = nn.ModuleList(Layer() for _ in range(20)), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for number, layer in enumerate(self.layers):
+            x = layer(torch.cat([x, x]))[: len(x)] if self.way == "alternate" and number % 2 else layer(x)
+            kept.append(x)
+        return torch.stack(kept).sum() if self.way == "keep" else x.sum()
+
+
+@pytest.mark.parametrize("way", ["keep", "alternate"])
+@pytest.mark.parametrize("activations", [None, Activations()], ids=["saved", "recomputed"])
+def test_blocks_that_forward_treats_by_their_number_are_all_traced(
+    way: str, activations: Activations | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = trace(lambda: Numbered(way), (torch.zeros(64, 16),), activations=activations)
+    trace_every_block(monkeypatch)
+    close(seen, trace(lambda: Numbered(way), (torch.zeros(64, 16),), activations=activations))

@@ -137,7 +137,7 @@ def test_ranks_share_the_heads_of_keys_too(tmp_path: Path) -> None:
 
 
 def test_a_model_that_transformers_does_not_divide_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"--model-parallel 2: transformers has no plan to divide Bloom"):
+    with pytest.raises(ModelError, match=r"--model-parallel 2: transformers has no plan to divide the blocks of Bloom"):
         of_file(tmp_path, "bloom").trace(Setup(stage=0, sequence=32, model_parallel=2))
 
 

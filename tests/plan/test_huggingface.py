@@ -175,3 +175,56 @@ def test_inputs_that_are_not_known_are_refused_by_their_name(tmp_path: Path) -> 
     values = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}
     with pytest.raises(ModelError, match=r"its input 'input_values' is not known to the plan.*--model module:factory"):
         find_model(folder_of(values, tmp_path)).model.trace(Setup(stage=0))
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "dtype", "torch_dtype", "_experts_implementation"])
+def test_fields_on_kernels_and_stored_weights_change_nothing(key: str, tmp_path: Path) -> None:
+    setup = Setup(stage=0, sequence=32)
+    changed = planned("qwen3_moe", tmp_path, **{key: "eager" if "impl" in key else "float8_e4m3fn"}).trace(setup)
+    assert changed == planned("qwen3_moe", tmp_path).trace(setup)
+
+
+def test_a_name_of_an_architecture_that_is_no_model_is_passed_over(tmp_path: Path) -> None:
+    model = planned("llama", tmp_path, architectures=["pipeline", "Trainer"])
+    assert model.parameters == planned("llama", tmp_path).parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most"),
+        ({"depths": [2, 2_000_000]}, "depths must be at most"),
+        ({"num_labels": 2_000_000_000}, "num_labels must be at most"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_numbers_that_would_take_all_time_or_memory_are_refused(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=told):
+        planned("llama", tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "longest"),
+    [
+        ("llama", {"max_position_embeddings": 4096}, 4096),
+        ("roberta", {"max_position_embeddings": 514}, 512),
+        ("t5", {"n_positions": 512}, None),
+        ("gpt2", {"n_positions": 128}, 128),
+    ],
+)
+def test_the_longest_sequence_is_that_of_the_positions(
+    kind: str, changes: dict[str, Any], longest: int | None, tmp_path: Path
+) -> None:
+    values = configuration(kind, **changes, **({"pad_token_id": 1} if kind == "roberta" else {}))
+    assert find_model(folder_of(values, tmp_path)).longest == longest
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_experts_are_planned_in_every_precision_and_with_adapters(precision: Any, lora: bool, tmp_path: Path) -> None:
+    model = planned("mixtral", tmp_path)
+    seen = (with_adapters(model, 8) if lora else model).trace(Setup(stage=2, sequence=32, precision=precision))
+    assert sum(seen.forward_flops) > 0
+    assert seen.backward_ratio > (1.9 if lora else 2.5)

@@ -164,7 +164,6 @@ SHOWN = r"'\x1b]0;owned\x07'"
         ("resid_pdrop", ESCAPE, "field 'resid_pdrop'"),
         ("activation_function", ESCAPE, SHOWN),
         ("activation_function", [[ESCAPE]], "field 'activation_function'"),
-        ("dtype", ESCAPE, "cannot be read by transformers"),
         (ESCAPE, 10**12, f"{SHOWN} must be at most"),
     ],
 )

@@ -237,7 +237,7 @@ def test_attention_with_few_key_heads_counts_although_torch_refuses_to_count_it(
         return float(query.numel() * key.shape[2])
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention
-    monkeypatch.setitem(compat.FLOP_COUNTS, attention, strict)
+    monkeypatch.setitem(compat.flop_registry, attention, strict)
     query, key = torch.empty(2, 8, 16, 32, device="meta"), torch.empty(2, 2, 16, 32, device="meta")
     with Watch() as watch:  # type: ignore[no-untyped-call]
         attention(query, key, key)

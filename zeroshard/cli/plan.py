@@ -47,6 +47,8 @@ examples:
   zeroshard plan --paper                                the papers' claims beside ours
 """
 NOTHING_FITS = 1
+MOST_OF = {"seq": 1 << 30, "micro_batches": 1 << 16, "lora": 1 << 14}
+"""Limits of the options: more than this is a typing mistake."""
 WIDTH = 80  # characters of a line where there is no terminal
 
 
@@ -101,6 +103,7 @@ def define(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer the question; return 1 if nothing fits."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a configuration may name files of a hub, and a plan needs none
     console = Console(emoji=False) if sys.stdout.isatty() else Console(width=WIDTH, emoji=False)
     _check(arguments)
     if arguments.paper:
@@ -125,6 +128,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{option.replace('_', '-')} {value:g}: must be above 0, and finite")
+        if value is not None and option in MOST_OF and value > MOST_OF[option]:
+            raise ValueError(f"--{option.replace('_', '-')} {value:,}: nobody has more than {MOST_OF[option]:,}")
     if arguments.max_model and arguments.batch == "max":
         raise ValueError("--batch max and --max-model both ask for the largest; give a number to one of them")
     given = _given(arguments)
@@ -180,6 +185,8 @@ def _answer(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.lora is not None:
         subject = replace(subject, model=with_adapters(subject.model, arguments.lora), preset=None)
     setup = _setup(arguments, subject, hardware)
+    if subject.factory is None and arguments.seq is not None and not subject.model.trace(setup).tokens_known:
+        raise ValueError(f"--seq {arguments.seq} would have no effect: {subject.name} takes no sequences of tokens")
     if subject.factory is not None:
         setup = subject.factory.settle(setup, _given(arguments))
         subject = replace(subject, batch=setup.batch)

@@ -333,16 +333,6 @@ def operation_name(operation: Any) -> str:
     return str(operation._opname)
 
 
-def _grouped_product_flops(left: Tensor, right: Tensor, *_: Any, **__: Any) -> float:
-    """FLOPs of the products of experts: every row is multiplied once, with the matrix of its group."""
-    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
-    return 2.0 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
-
-
-FLOP_COUNTS = {**flop_registry, torch.ops.aten._grouped_mm: _grouped_product_flops}
-"""By operation: its FLOPs from its arguments. torch counts those of all products but the grouped one."""
-
-
 def _flops(count: Callable[..., float], args: Any, kwargs: Any, result: Any) -> float:
     """FLOPs of one operation.
 
@@ -370,7 +360,7 @@ class OperationWatch(OperationMode):
 
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operation(*args, **kwargs)
-        count = FLOP_COUNTS.get(operation.overloadpacket)  # torch's own FlopCounterMode has hooks that leak tensors
+        count = flop_registry.get(operation.overloadpacket)  # torch's own FlopCounterMode has hooks that leak tensors
         if count is not None:
             self.flops += _flops(count, args, kwargs, result)
         self.see([local_tensor(tensor) for tensor in tensors_in(result)])

@@ -80,16 +80,15 @@ def _remove(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 def _kinds(blocks: Sequence[nn.Module]) -> list[object]:
     """For each block a description. Equal descriptions mean equal work.
 
-    An attribute that is another number in every block is the block's place among the others, and does not count.
+    An attribute that is another number in every block that has it is the block's place, and does not count.
     """
     described = [dict(_facts(block)) for block in blocks]
-    places = {
-        name
-        for name, value in described[0].items()
-        if isinstance(value, int)
-        and not isinstance(value, bool)
-        and len({one.get(name) for one in described}) == len(blocks)
-    }
+    numbers: defaultdict[str, list[int]] = defaultdict(list)
+    for one in described:
+        for name, value in one.items():
+            if type(value) is int:
+                numbers[name].append(value)
+    places = {name for name, values in numbers.items() if len(set(values)) == len(values) > 1}
     return [tuple((name, value) for name, value in one.items() if name not in places) for one in described]
 
 

@@ -48,6 +48,8 @@ def divide(model: nn.Module, styles: Mapping[str, str], degree: int) -> frozense
                 if id(whole) not in parts:
                     parts[id(whole)] = (whole, _part(whole, axis, degree))
                 setattr(module, key, parts[id(whole)][1])
+                if isinstance(module, nn.Embedding):
+                    module.padding_idx = None  # may be beyond the part
         if style in COLUMNS | ROWS and not matrices:
             raise _unknown(name, str(style), degree)
         if style in GATHERED:

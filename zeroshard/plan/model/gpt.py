@@ -52,6 +52,6 @@ def _family(config: ModelConfig) -> Model:
             divided = divide(model, parallel.styles(tied=config.tied), setup.model_parallel)
             parallel.expect_divided_logits(model)
         part = math.ceil(config.vocabulary / setup.model_parallel)
-        return Built(model, (tokens, tokens), divided=divided, logits=tokens.numel() * part)
+        return Built(model, (tokens, tokens), divided=divided, logits=tokens.numel() * part, uniform=True)
 
     return Model("GPT", build, recomputes_itself=True)

@@ -7,7 +7,6 @@ import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from ...config.checks import DTYPES, nearest
+from ...config.layout import UNLIMITED, find_units
 from ...system.parse import parse_json, read_start
 from ...system.words import quoted, word
 from ..setup import MOST_LAYERS, ModelError, Setup
@@ -32,6 +32,15 @@ LARGEST_SIZE = 1 << 31
 """The largest number of a configuration."""
 LARGEST_PARAMETER = 1 << 45
 """Elements of the largest parameter. More is a mistake."""
+MOST_LABELS = 1 << 20
+"""The most classes of a classifier. ``transformers`` makes a name for each."""
+EXECUTION = (
+    *("quantization_config", "auto_map", "dtype", "torch_dtype"),
+    *("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"),
+)
+"""Fields of a configuration that are not about the model."""
+OFFSETS = ("roberta", "camembert", "longformer")
+"""Parts of the names of architectures whose positions begin after that of the padding."""
 TASKS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification", "AutoModel")
 """Classes that a configuration without ``architectures`` may belong to; the first that knows it is taken."""
 INSTALL = 'it is built with the package transformers: pip install "transformers>=5"'
@@ -48,8 +57,15 @@ class Configuration:
     @property
     def longest(self) -> int | None:
         """The longest sequence that the model takes; None without a limit."""
-        known = (self.values.get(key) for key in ("n_positions", "max_position_embeddings"))
-        return next((value for value in known if isinstance(value, int) and value > 0), None)
+        text = self.values.get("text_config")
+        text = text if isinstance(text, Mapping) else self.values
+        kind = str(self.values["model_type"])
+        known = (text.get(key) for key in ("n_positions", "max_position_embeddings") if "t5" not in kind)
+        found = next((value for value in known if isinstance(value, int) and value > 0), None)
+        if found is not None and any(part in kind for part in OFFSETS):
+            padding = self.values.get("pad_token_id", 1)
+            return max(1, found - 1 - (padding if isinstance(padding, int) else 1))
+        return found
 
     @property
     def sequence(self) -> int:
@@ -67,7 +83,9 @@ def read_config(file: Path) -> Configuration:
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ModelError(f"--model {file}: no Hugging Face configuration; it has no 'model_type'")
     for key, value in _numbers(values):
-        most = MOST_LAYERS if "layer" in key.split(".")[-1] else LARGEST_SIZE
+        name = key.split(".")[-1]
+        most = MOST_LAYERS if any(part in name for part in ("layer", "depth", "block")) else LARGEST_SIZE
+        most = MOST_LABELS if name == "num_labels" else most
         if isinstance(value, int) and abs(value) > most:
             shown = f"{value:,}" if abs(value) < 1 << 63 else quoted(value)
             raise ModelError(f"--model {file}: {word(key)} must be at most {most:,}, not {shown}")
@@ -78,6 +96,8 @@ def _numbers(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, i
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{path}{key}.")
+        elif isinstance(value, list):
+            yield from ((f"{path}{key}", entry) for entry in value if isinstance(entry, int | float))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{path}{key}", value
 
@@ -109,7 +129,7 @@ def _model(text: str, where: str) -> Model:
             if setup.checkpointing:  # a block that is recomputed would write its keys and values to the cache twice
                 part.use_cache = False
         values = KnownValues()
-        with torch.device("meta"), Uninitialised(), values, _quiet():
+        with torch.device("meta"), Uninitialised(), values:
             model = _make_model(wanted, where).train()
             named = _inputs(model, wanted, setup, where)
         divided: frozenset[int] = frozenset()
@@ -117,10 +137,11 @@ def _model(text: str, where: str) -> Model:
             heads = (getattr(wanted, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
             check_heads(setup.model_parallel, *heads)
             divided = divide(model, getattr(model, "tp_plan", None) or {}, setup.model_parallel)
-            if not divided:
+            blocks = find_units(model, max_unit_bytes=UNLIMITED)[1:]
+            if divided.isdisjoint(id(one) for block in blocks for one in block.module.parameters()):
                 raise ModelError(
                     f"--model-parallel {setup.model_parallel}: transformers has no plan to divide "
-                    f"{type(model).__name__} of {where}; leave --model-parallel out"
+                    f"the blocks of {type(model).__name__} of {where}; leave --model-parallel out"
                 )
         return Built(
             model,
@@ -151,8 +172,8 @@ def _make_config(values: Mapping[str, Any], where: str) -> Any:
         import transformers
     except ImportError:
         raise ModelError(f"--model {where}: {INSTALL}") from None
-    # Models are trained in the plan's precision: what a file says about quantised weights does not matter here.
-    given = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its remarks are on generating text, and on kernels
+    given = _without_execution(values)
     kind = given.pop("model_type")
     known = list(transformers.CONFIG_MAPPING)
     if kind not in known:
@@ -161,19 +182,24 @@ def _make_config(values: Mapping[str, Any], where: str) -> Any:
             f"which does not know it{nearest(kind, known)}{REMEDY}"
         )
     try:
-        with _quiet():
-            config = transformers.AutoConfig.for_model(kind, **given)
-            config.use_cache = getattr(config, "use_cache", True)
+        config = transformers.AutoConfig.for_model(kind, **given)
+        config.use_cache = getattr(config, "use_cache", True)
     except Exception as error:
         reason = f"transformers {transformers.__version__}: {error_text(error)}"
         raise ModelError(f"--model {where}: model_type {quoted(kind)} cannot be read by {reason}{REMEDY}") from None
     return config
 
 
+def _without_execution(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without those on how weights are stored and which kernels compute: the plan decides that."""
+    kept = {key: value for key, value in values.items() if key not in EXECUTION}
+    return {key: _without_execution(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
 def _make_model(config: Any, where: str) -> nn.Module:
     import transformers
 
-    named = [name for name in config.architectures or () if hasattr(transformers, str(name))]
+    named = [name for name in config.architectures or () if _is_model(getattr(transformers, str(name), None))]
     tasks = ("AutoModelForSeq2SeqLM", *TASKS) if config.is_encoder_decoder else TASKS
     last: Exception = ValueError("no class of the package takes it")
     for name in (*named[:1], *tasks):
@@ -190,6 +216,13 @@ def _make_model(config: Any, where: str) -> nn.Module:
             raise ModelError(f"--model {where}: {large[0]} would have more than {LARGEST_PARAMETER:,} elements")
         return model
     raise ModelError(f"--model {where}: building it on the meta device failed: {error_text(last)}{REMEDY}")
+
+
+def _is_model(kind: Any) -> bool:
+    """True for a class of models: the name in a configuration could be that of anything in the package."""
+    import transformers
+
+    return isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
 
 
 def _inputs(model: Any, config: Any, setup: Setup, where: str) -> dict[str, Any]:
@@ -221,15 +254,3 @@ def _configs(config: Any) -> Iterator[Any]:
     for part in vars(config).values():
         if hasattr(type(part), "model_type"):
             yield from _configs(part)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Remarks of ``transformers`` on a configuration are about text that is generated, not about training."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

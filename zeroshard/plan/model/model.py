@@ -37,7 +37,7 @@ class Model:
     source: str = ""
     """Where the model comes from, as errors name it; empty: the name."""
     more: int = 0
-    """So many more blocks than are built. They equal the second block."""
+    """The number of blocks that are not built. They equal the last block but one."""
     _known: dict[object, tuple[Recording, Outline]] = field(default_factory=dict, repr=False)
     _traces: dict[object, Trace] = field(default_factory=dict, repr=False)
 

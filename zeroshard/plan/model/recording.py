@@ -43,6 +43,11 @@ class Outline(NamedTuple):
     buffers: int
     """Bytes."""
 
+    @property
+    def sampled(self) -> bool:
+        """True if some blocks stand for others."""
+        return len(self.sample.traced) < len(self.sample.stands_for)
+
     def with_more(self, blocks: int) -> Outline:
         """The same model with more blocks before the last one. They equal the block that stands there now."""
         if not blocks:
@@ -75,7 +80,7 @@ class Recording:
     """Bytes of activations that forward wrote."""
     forward_flops: Sequence[float]
     matrix_flops: Sequence[float]
-    backward_flops: float
+    backward_flops: Sequence[float]
     logits: float
     saved: int
     early: int
@@ -111,7 +116,7 @@ def at_batch(fewer: Recording, more: Recording, steps: int) -> Recording:
         written=each(fewer.written, more.written),
         forward_flops=each(fewer.forward_flops, more.forward_flops),
         matrix_flops=each(fewer.matrix_flops, more.matrix_flops),
-        backward_flops=one(fewer.backward_flops, more.backward_flops),
+        backward_flops=each(fewer.backward_flops, more.backward_flops),
         logits=one(fewer.logits, more.logits),
         saved=one(fewer.saved, more.saved),
         early=one(fewer.early, more.early),
@@ -135,17 +140,16 @@ def trace_of(seen: Recording, model: Outline, width: int, *, ranks: int = 1, on_
     stored = [[min(part_of(size, ranks), size) for size in sizes] for sizes in seen.checkpoints]
     host = [sum(aligned(width * size) for size in sizes) if on_host else 0 for sizes in stored]
     gathered = [sum(ranks * part_of(size, ranks) for size in sizes) if ranks > 1 else 0 for sizes in seen.checkpoints]
-    root, rest = seen.forward_flops[0], sum(seen.forward_flops[1:])
+    forward, backward = repeated(seen.forward_flops), repeated(seen.backward_flops)
     return Trace(
         units=model.units,
         buffers=model.buffers,
         activations=_activations(seen, kinds, sum(host[block] for block in blocks)),
         kinds=kinds,
-        forward_flops=repeated(seen.forward_flops),
+        forward_flops=forward,
         matrix_flops=repeated(seen.matrix_flops),
         forward_written=tuple(size / width for size in repeated(seen.written)),
-        # The backward of the root takes two of its forwards; that of a frozen root takes none, hence ``max``.
-        backward_ratio=max(0.0, seen.backward_flops - 2 * root) / rest if rest else 2.0,
+        backward_ratio=sum(backward[1:]) / sum(forward[1:]) if sum(forward[1:]) else 2.0,
         logits=seen.logits,
         recomputes=seen.recomputes,
         stream=repeated(seen.stream),

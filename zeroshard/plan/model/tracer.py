@@ -28,12 +28,15 @@ from ...system import compat
 from .blocks import Sample, take_sample
 from .known_values import KnownValues
 from .recomputation import Recomputation
-from .recording import Moment, Outline, Recording
+from .recording import Moment, Outline, Recording, trace_of
 from .units import buffer_bytes, module_units
 
 FIRST = 3
-"""The first blocks of each kind that are traced. The input of the first block may stay alive, so that only the third
-block has the same before it as all that follow."""
+"""The first blocks of each kind that are traced. What is alive before a block is the same from the third on."""
+
+
+AGREEMENT = 0.01
+"""The largest error of a trace of a few blocks, as a share, before all blocks are traced."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,13 @@ class Built:
     divided: frozenset[int] = frozenset()
     """Ids of the parameters of which the module has only one model-parallel rank's part."""
     logits: int | None = None
-    """Elements of the logits. None: they are seen where torch computes a cross-entropy."""
+    """Elements of the logits. None: counted in the call of ``cross_entropy``."""
     tokens_known: bool = True
     """True if inputs are sequences of tokens; False if they are samples of another kind."""
+    uniform: bool = False
+    """True if forward treats all blocks alike."""
     shorten: Callable[[Sample], None] = lambda _: None
-    """Called when blocks were removed, for what the module knows about each block apart from the blocks."""
+    """Called after blocks were removed. Shortens the lists that have an entry for each block."""
 
 
 class Uninitialised(TorchFunctionMode):
@@ -77,13 +82,39 @@ def record(
 ) -> tuple[Recording, Outline]:
     """Traces a module: some of its blocks, and all of them if it cannot run with some.
 
+    A forward may treat blocks differently by their number. So the module is traced once more with one more block of
+    each kind, and if the two traces say different things of the whole, all blocks are traced.
+
     If the model returns no loss, its outputs are summed to one. ``activations``: the option of ``shard()``. ``degree``:
     the ranks that divide checkpoints among them, if ``activations`` says so.
     """
+
+    def recorded(first: int | None) -> tuple[Recording, Outline]:
+        return _record(
+            built if first == FIRST else build(), precision, max_unit_bytes, chosen, activations, degree, first
+        )
+
+    built = build()
     try:
-        return _record(build(), precision, max_unit_bytes, chosen, activations, degree, sampled=True)
+        found = recorded(FIRST)
+        if not found[1].sampled or built.uniform or _agree(found, recorded(FIRST + 1), DTYPES[precision].itemsize):
+            return found
     except Exception:  # a forward may raise anything if blocks are missing
-        return _record(build(), precision, max_unit_bytes, chosen, activations, degree, sampled=False)
+        pass
+    return recorded(None)
+
+
+def _agree(one: tuple[Recording, Outline], other: tuple[Recording, Outline], width: int) -> bool:
+    """True if two recordings say the same of the whole model, even if every block that was not traced adds as much."""
+
+    def sizes(found: tuple[Recording, Outline]) -> list[float]:
+        whole = trace_of(*found, width)
+        seen = whole.activations
+        return [seen.saved, seen.loss, max(seen.forward), max(seen.backward), sum(whole.forward_flops)]
+
+    traced, more, blocks = len(one[1].sample.traced), len(other[1].sample.traced), len(one[1].sample.stands_for)
+    steps = max(1.0, (blocks - traced) / max(1, more - traced))
+    return all(steps * abs(a - b) <= AGREEMENT * max(a, b) for a, b in zip(sizes(one), sizes(other), strict=True))
 
 
 def _record(
@@ -93,9 +124,9 @@ def _record(
     chosen: Sequence[str | type[nn.Module]] | None,
     activations: Activations | None,
     degree: int,
-    *,
-    sampled: bool,
+    first: int | None,
 ) -> tuple[Recording, Outline]:
+    """``first``: the first blocks of each kind that are traced, at least; None: all blocks."""
     model, dtype = built.module, DTYPES[precision]
     buffers = buffer_bytes(model)
     with torch.no_grad():
@@ -112,12 +143,12 @@ def _record(
     )
     ahead = 0 if activations is None else max(activations.prefetch, ON_THEIR_WAY)
     modules = [block.module for block in blocks]
-    sample = take_sample(model, modules, max(FIRST, 1 + ahead)) if sampled else Sample.whole(len(blocks))
+    sample = Sample.whole(len(blocks)) if first is None else take_sample(model, modules, first + max(0, ahead - 2))
     built.shorten(sample)
     kept = {id(modules[number]) for number in sample.traced}
     here = [name for name, module in model.named_modules() if id(module) in kept]
     traced = find_units(model, chosen=here or chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
-    watch = _Tracer(model, traced)
+    watch = _Tracer(model, traced, here)
     recomputation = Recomputation(activations or Activations(), degree, 1 + len(sample.traced))
     recomputed = [modules[number] for number in sample.traced] if activations is not None else []
     try:
@@ -131,7 +162,7 @@ def _record(
             compat.run_backward(loss)
     finally:
         watch.remove_hooks()
-    if sampled and not watch.all_ran:
+    if first is not None and not watch.all_ran:
         raise ValueError("a block did not run; which blocks run may depend on their number")
     seen = replace(
         watch.recording(),
@@ -182,8 +213,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 class _Tracer(compat.OperationWatch):
     """Counts the bytes of storages that are alive, without parameters and buffers, and finds the maxima by unit."""
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitSpec]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[UnitSpec], blocks: Sequence[str]) -> None:
+        """``blocks``: the names of the modules that units are made of."""
         super().__init__()  # type: ignore[no-untyped-call]
+        last = f"{blocks[-1]}." if blocks else ""
+        self._ending = {number for number, unit in enumerate(units) if number and f"{unit.name}.".startswith(last)}
+        """The units of the last block that have not run."""
         self._known: dict[int, int] = {}
         self._own = {compat.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._alive = 0
@@ -211,7 +246,7 @@ class _Tracer(compat.OperationWatch):
         """Bytes of activations, by unit."""
         self._unit = 0
         self._counted = (0.0, 0.0)
-        self._forward_attention = 0.0
+        self._backward_flops = [0.0] * len(units)
         self._hooks: list[RemovableHandle] = []
         for number, unit in enumerate(units):
             if number:
@@ -249,6 +284,7 @@ class _Tracer(compat.OperationWatch):
             if compat.in_backward():
                 self.recomputes = True
                 self._at(Moment.BACKWARD, number)
+                self._count_for(number)
                 return
             if self._left is None:
                 self._left = self._alive
@@ -267,7 +303,8 @@ class _Tracer(compat.OperationWatch):
             self._growth[number] += self._alive - self._left
             self._left, self._last = self._alive, number
             # What follows belongs to the root, or is the loss.
-            last = number == self._count - 1
+            self._ending.discard(number)
+            last = not self._ending
             self._at(*((Moment.LOSS, 0) if last else (Moment.ROOT_FORWARD, number)))
             self._count_for(0 if last else number)  # a block of several units also works between them
             for tensor in _tensors(output):
@@ -281,6 +318,7 @@ class _Tracer(compat.OperationWatch):
             self._arrived = 0
         self._last = number
         self._at(Moment.BACKWARD, number)
+        self._count_for(number)
 
     def _take(self, number: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
@@ -308,17 +346,19 @@ class _Tracer(compat.OperationWatch):
 
     def end_forward(self) -> None:
         """Notes that the model has returned. The loss is computed next, if the model returned none."""
+        self._count_for(0)
         self._turned = True
         self._saved = self._alive
         self._at(Moment.LOSS, 0)
-        self._count_for(0)
-        self._forward_attention = self.attention_flops
 
     def _count_for(self, unit: int) -> None:
         """Adds the FLOPs since the last call to the unit of the last call, and goes on with ``unit``."""
-        products, attention = self._counted
-        self._matrix_flops[self._unit] += self.flops - products
-        self._forward_flops[self._unit] += self.flops - products + self.attention_flops - attention
+        products, attention = self.flops - self._counted[0], self.attention_flops - self._counted[1]
+        if self._turned:
+            self._backward_flops[self._unit] += products + attention
+        else:
+            self._matrix_flops[self._unit] += products
+            self._forward_flops[self._unit] += products + attention
         self._unit, self._counted = unit, (self.flops, self.attention_flops)
 
     @property
@@ -330,6 +370,8 @@ class _Tracer(compat.OperationWatch):
 
     def recording(self) -> Recording:
         """What was seen. The backward of attention counts as two of its forwards."""
+        self._count_for(0)
+        works = zip(self._backward_flops, self._forward_flops, self._matrix_flops, strict=True)
         return Recording(
             alive=self._moments,
             growth=self._growth,
@@ -338,7 +380,7 @@ class _Tracer(compat.OperationWatch):
             written=self.forward_written,
             forward_flops=self._forward_flops,
             matrix_flops=self._matrix_flops,
-            backward_flops=self.flops + self.attention_flops - sum(self._counted) + 2 * self._forward_attention,
+            backward_flops=[backward + 2 * (forward - products) for backward, forward, products in works],
             logits=self.logits,
             saved=self._saved,
             early=self._early,
@@ -363,6 +405,8 @@ class _KnownFunctions(TorchFunctionMode):
             self._watch.logits += (args[0] if args else given["input"]).numel()
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **given)
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            return self._experts(*args, **given)
         if func is F.multi_head_attention_forward:  # a mode does not see what a function of torch calls inside
             return _calling(func, scaled_dot_product_attention=self._attention)(*args, **given)
         return func(*args, **given)
@@ -372,6 +416,30 @@ class _KnownFunctions(TorchFunctionMode):
             raise ValueError(f"{query.shape[-3]} heads cannot share {key.shape[-3]} heads of keys and values")
         self._watch.attention_flops += 4.0 * query.numel() * key.shape[-2]
         return _Attention.apply(query, key, value)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _experts(self, rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> Tensor:
+        self._watch.flops += 2.0 * rows.numel() * matrices.shape[-1]
+        return _Experts.apply(rows, matrices, self._watch)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Experts(torch.autograd.Function):
+    """Products of rows with the matrix of their expert. Torch's own takes only bf16 on the meta device."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, watch: _Tracer) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.watch = watch
+        return rows.new_empty(*rows.shape[:-1], matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, matrices = ctx.saved_tensors
+        found = [
+            torch.empty_like(tensor) if needed else None
+            for tensor, needed in zip((rows, matrices), ctx.needs_input_grad, strict=False)
+        ]
+        ctx.watch.flops += 2.0 * rows.numel() * matrices.shape[-1] * sum(one is not None for one in found)
+        return found[0], found[1], None
 
 
 class _Attention(torch.autograd.Function):
