@@ -73,3 +73,10 @@ def test_the_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[s
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "zeroshard", "--help"], capture_output=True, text=True, check=True)
     assert "train" in done.stdout
+
+
+def test_output_that_nobody_reads_any_more_ends_the_command_without_a_traceback() -> None:
+    command = f"{sys.executable} -m zeroshard plan zero-1.5b --machine h200 --json | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 141
+    assert done.stderr == ""

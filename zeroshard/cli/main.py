@@ -10,6 +10,7 @@ from . import doctor, dryrun, export, plan, train
 
 COMMANDS = {"train": train, "plan": plan, "dryrun": dryrun, "export": export, "doctor": doctor}
 BAD_INPUT = 2  # argparse exits with the same code
+BROKEN_PIPE = 141  # what a shell reports of programs that end so
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,4 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # the other ranks find the same mistake
             print(f"zeroshard {arguments.command}: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at exit
+        return BROKEN_PIPE
     return code

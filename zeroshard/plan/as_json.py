@@ -25,6 +25,9 @@ def largest(found: Sequence[tuple[Row, ModelConfig | None]], hardware: Hardware)
             "layers": model.layers if model is not None else 0,
             "hidden": model.hidden if model is not None else 0,
             "heads": model.heads if model is not None else 0,
+            "peak": row.budget.peak.total if model is not None else None,
+            "host": row.budget.host.total if model is not None else None,
+            "step_span": list(row.span) if model is not None and row.span is not None else None,
         }
         for row, model in found
     ]
