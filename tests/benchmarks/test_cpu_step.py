@@ -34,10 +34,10 @@ def test_variants_train_the_same_model_and_stage_3_keeps_its_share_of_it(tmp_pat
     assert fsdp2["ratio"] == 1
     states = 12 * 110_000 / 2  # parameters and two moments, halved; embeddings and norms come on top
     assert states < sharded["at_rest_bytes"] < sharded["peak_bytes"]
-    # The share it keeps, and what the end of a step has gathered for the next forward: the root and at most two blocks
-    # (the default of prefetch), in fp32, and at most half a block in a message under way.
+    # The share it keeps, and what the end of a step has gathered for the next forward: the root and one block, in fp32,
+    # and at most half a block in a message under way.
     root, block = 256 * 64 + 32 * 64 + 2 * 64, 12 * 64**2 + 13 * 64
-    assert sharded["at_rest_bytes"] < 0.6 * ddp["at_rest_bytes"] + 4 * (root + 2 * block) + 4 * block / 2
+    assert sharded["at_rest_bytes"] < 0.6 * ddp["at_rest_bytes"] + 4 * (root + block) + 4 * block / 2
 
 
 @pytest.mark.slow

@@ -125,8 +125,8 @@ def _model(text: str, where: str) -> Model:
 
     def build(setup: Setup) -> Built:
         wanted = copy.deepcopy(config)
-        for part in _configs(wanted):
-            if setup.checkpointing:  # a block that is recomputed would write its keys and values to the cache twice
+        if setup.checkpointing:  # a block that is recomputed would write its keys and values to the cache twice
+            for part in _configs(wanted):
                 part.use_cache = False
         values = KnownValues()
         with torch.device("meta"), Uninitialised(), values:
