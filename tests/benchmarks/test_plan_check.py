@@ -62,3 +62,15 @@ def test_a_plan_that_is_off_fails() -> None:
     for name, factor in (("states", 1.02), ("peak", 1.2), ("volume", 2)):
         wrong = replace(one.measured, **{name: math.ceil(factor * getattr(one.measured, name)) + 1})
         assert not verdicts([Compared(one.case, one.row, wrong)], [])[name][0]
+
+
+def test_a_time_holds_within_a_fifth_of_the_plan_or_within_the_range_that_the_plan_gives() -> None:
+    small, large = (
+        next(case for case in cases(on_gpu=True) if case.name.startswith(job) and case.way == "none")
+        for job in ("355M, batch 4", "355M, batch 32")
+    )
+    for case, factor, holds in ((large, 1.19, True), (large, 1.3, False), (small, 1.3, True), (small, 3.0, False)):
+        planned = compared(case, 1.0)
+        assert planned.row.time is not None
+        one = compared(case, factor * planned.row.time.total)
+        assert verdicts([one], [])["seconds"][0] == holds, (case.name, factor)

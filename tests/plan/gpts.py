@@ -10,6 +10,7 @@ from zeroshard.plan.papers.shape import Transformer
 from zeroshard.plan.setup import Setup
 from zeroshard.plan.time.step_time import StepTime
 from zeroshard.plan.time.step_time import step_time as time_of_work
+from zeroshard.plan.time.work import Work
 
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 256, *, tied: bool = True) -> Model:
@@ -19,8 +20,13 @@ def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 256, *, tied: bo
     )
 
 
-def step_time(model: Model | Transformer, setup: Setup, machine: Machine) -> StepTime:
-    """The time of a step of either kind."""
+def work_of(model: Model | Transformer, setup: Setup) -> Work:
+    """The work of either kind."""
     work = model.work(setup) if isinstance(model, Transformer) else model.trace(setup).work
     assert work is not None
-    return time_of_work(work, setup, machine)
+    return work
+
+
+def step_time(model: Model | Transformer, setup: Setup, machine: Machine) -> StepTime:
+    """The time of a step of either kind."""
+    return time_of_work(work_of(model, setup), setup, machine)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.plan.gpts import gpt, step_time
+from tests.plan.gpts import gpt, step_time, work_of
 from zeroshard.config.offload import Offload
 from zeroshard.plan.machine.profile import Launch, Link, Machine, load
 from zeroshard.plan.memory.budget import budget
@@ -18,7 +18,7 @@ from zeroshard.plan.papers.shape import Transformer
 from zeroshard.plan.setup import Setup
 from zeroshard.plan.time import step_time as time
 from zeroshard.plan.time.collective_time import ring
-from zeroshard.plan.time.step_time import Bottleneck, StepTime
+from zeroshard.plan.time.step_time import LAUNCHING, Bottleneck, StepTime, step_span
 from zeroshard.plan.time.timeline import Interval, Resource, Timeline
 from zeroshard.plan.time.unit_costs import LOSS_BYTES, UnitCosts
 
@@ -268,10 +268,14 @@ def test_a_time_is_a_range_where_the_machine_was_not_measured_or_launching_bound
     tiny = Transformer(layers=24, hidden=256, heads=4, vocabulary=1000, positions=128)
     measured, guess = replace(LAUNCHED, spread=(1.0, 1.0)), replace(LAUNCHED, spread=(0.5, 2.0))
     large, small = step_time(GPT, Setup(stage=0, batch=32), LAUNCHED), step_time(tiny, Setup(stage=0), LAUNCHED)
-    assert large.span(measured) == (large.total, large.total)
-    assert large.span(guess) == (0.5 * large.total, 2 * large.total)
-    assert small.span(measured) == pytest.approx((0.8 * small.total, 1.25 * small.total))
-    assert small.span(guess) == pytest.approx((0.4 * small.total, 2.5 * small.total))
+    work, setup = work_of(GPT, Setup(stage=0, batch=32)), Setup(stage=0, batch=32)
+    assert step_span(work, setup, measured) == (large.total, large.total)
+    assert step_span(work, setup, guess) == (0.5 * large.total, 2 * large.total)
+    work, setup = work_of(tiny, Setup(stage=0)), Setup(stage=0)
+    least, most = step_span(work, setup, measured)
+    assert LAUNCHING[0] * small.total <= least < 0.8 * small.total, "all but the update is launching"
+    assert 1.6 * small.total < most <= LAUNCHING[1] * small.total
+    assert step_span(work, setup, guess) == pytest.approx((0.5 * least, 2 * most))
 
 
 def test_launching_costs_nothing_with_a_large_model() -> None:

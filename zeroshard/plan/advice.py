@@ -19,7 +19,7 @@ from .model.source import Subject
 from .model.trace import Trace
 from .setup import Setup
 from .time.scale import tokens_a_step
-from .time.step_time import StepTime, step_time
+from .time.step_time import StepTime, step_span, step_time
 from .volume import Volume, volume
 
 LARGEST_BATCH = 1 << 20
@@ -88,12 +88,13 @@ class Row:
             return None
         return step_time(work, self.setup, self.hardware.machine)
 
-    @property
+    @cached_property
     def span(self) -> tuple[float, float] | None:
         """The least and the most seconds of a step to expect. They are equal where one number can be said."""
-        if self.time is None or self.hardware.machine is None:
+        work = self.traced.work
+        if self.hardware.machine is None or work is None:
             return None
-        return self.time.span(self.hardware.machine)
+        return step_span(work, self.setup, self.hardware.machine)
 
     @property
     def room(self) -> float:

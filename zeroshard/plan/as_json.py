@@ -13,6 +13,7 @@ from .advice import Row
 from .machine.hardware import Hardware
 from .model.source import Subject
 from .time.scale import cost, doubling, scale
+from .time.step_time import step_span
 
 
 def largest(found: Sequence[tuple[Row, ModelConfig | None]], hardware: Hardware) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _scaled(row: Row, first: int, last: int) -> list[dict[str, Any]]:
                 "gpus": point.devices,
                 "fits": replace(row, setup=setup, hardware=row.hardware.grown(point.devices)).fits,
                 "step_seconds": point.time.total,
-                "step_span": list(point.time.span(machine)),
+                "step_span": list(step_span(work, setup, machine)),
                 f"{unit}_a_second": point.tokens_a_second,
                 "efficiency": point.efficiency,
                 "exposed_communication": point.exposed,

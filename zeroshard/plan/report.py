@@ -125,7 +125,7 @@ def _reason(rows: Sequence[Row]) -> str:
     machine = rows[0].hardware.machine
     assert machine is not None
     if machine.spread == (1.0, 1.0):
-        return "a range where launching bounds it, which depends on the processor's other work"
+        return "a range where launching matters, which depends on the processor's other work"
     return "a range, because this machine was not measured; `zeroshard plan --calibrate` measures the one it runs on"
 
 

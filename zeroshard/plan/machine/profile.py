@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,15 @@ class Launch:
     """Seconds of the host's own threads for the update of a block, without the time of its memory traffic."""
     crowded: float = 1.0
     """Factor on launching while the host updates on the other cores."""
+
+    def slower(self, factor: float) -> Launch:
+        """The launching of a processor that takes ``factor`` times as long for it."""
+        return replace(
+            self,
+            block=factor * self.block,
+            recompute=factor * self.recompute,
+            communicate=factor * self.communicate,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from itertools import chain, islice
 
 from ...config.bounds import IN_FLIGHT
 from ...offload.pipeline import LANDING
-from ..machine.profile import Machine
+from ..machine.profile import Launch, Machine
 from ..setup import Setup
 from .checkpoint_time import checkpoint_time
 from .timeline import Interval, Resource, Timeline
@@ -40,9 +40,11 @@ SETTLED = 1e-10
 """Two steps are equal if all times that they leave to the next differ by less than this share of a step."""
 AHEAD = 16
 """The largest number of units that the thread is ahead of the device. A queue stores about a thousand kernels."""
-LAUNCHING = (0.8, 1.25)
-"""The least and the most that a step took that is bound by launching, divided by the planned time. It depends on what
-else the processor does, and on every version of torch."""
+LAUNCHING = (0.75, 1.7)
+"""The least and the most time that launching took, divided by the time of the profile. A processor whose cores other
+programs use too changes its speed from second to second: on one machine the same step took 81 to 132 ms in a minute."""
+NOTICED = 0.05
+"""A range that is narrower than this share of the planned time is shown as one number."""
 LAID_OUT_MICRO_BATCHES = 3
 """The smallest number of micro-batches that are laid out. Each further one takes as long as the last."""
 LAID_OUT_BLOCKS = 1024
@@ -83,20 +85,6 @@ class StepTime:
     def total(self) -> float:
         exposed = self.exposed_node_links + self.exposed_network + self.exposed_pcie
         return self.compute + self.launching + self.update + exposed
-
-    def span(self, machine: Machine) -> tuple[float, float]:
-        """The least and the most seconds to expect. Both are ``total`` if nothing makes the time uncertain.
-
-        >>> from ..machine.profile import load
-        >>> time = StepTime(compute=1.0, launching=0.0, update=0.0, exposed_node_links=0.0, exposed_network=0.0,
-        ...                 exposed_pcie=0.0, flops=0.0)
-        >>> time.span(load("h100"))
-        (1.0, 1.4)
-        """
-        least, most = machine.spread
-        if self.bottleneck is Bottleneck.LAUNCH:
-            least, most = least * LAUNCHING[0], most * LAUNCHING[1]
-        return least * self.total, most * self.total
 
     @property
     def exposed(self) -> float:
@@ -145,6 +133,27 @@ def step_time(work: Work, setup: Setup, machine: Machine) -> StepTime:
         _Step(work, replace(setup, micro_batches=count), machine).measure() for count in (laid_out - 1, laid_out)
     )
     return _continued(fewer, most, setup.micro_batches - laid_out)
+
+
+def step_span(work: Work, setup: Setup, machine: Machine) -> tuple[float, float]:
+    """The least and the most seconds of a step to expect. They are equal if nothing makes the time uncertain.
+
+    >>> from ..machine.profile import load
+    >>> from ..papers.shape import Transformer
+    >>> tiny = Transformer(layers=12, hidden=256, heads=4, vocabulary=1000, positions=128)
+    >>> setup = Setup(stage=0)
+    >>> least, most = step_span(tiny.work(setup), setup, load("h200"))
+    >>> round(most / least, 1)  # launching is most of this step, and the machine was not measured
+    3.2
+    """
+    least, most = machine.spread
+    planned = step_time(work, setup, machine).total
+    ends = [planned] * 2
+    if machine.launch != Launch():
+        ends = [step_time(work, setup, replace(machine, launch=machine.launch.slower(by))).total for by in LAUNCHING]
+    if ends[1] - ends[0] < NOTICED * planned:
+        ends = [planned] * 2
+    return least * ends[0], most * ends[1]
 
 
 def _continued(fewer: StepTime, most: StepTime, more: float) -> StepTime:
