@@ -269,13 +269,13 @@ def test_a_time_is_a_range_where_the_machine_was_not_measured_or_launching_bound
     measured, guess = replace(LAUNCHED, spread=(1.0, 1.0)), replace(LAUNCHED, spread=(0.5, 2.0))
     large, small = step_time(GPT, Setup(stage=0, batch=32), LAUNCHED), step_time(tiny, Setup(stage=0), LAUNCHED)
     work, setup = work_of(GPT, Setup(stage=0, batch=32)), Setup(stage=0, batch=32)
-    assert step_span(work, setup, measured) == (large.total, large.total)
-    assert step_span(work, setup, guess) == (0.5 * large.total, 2 * large.total)
+    assert step_span(large, work, setup, measured) == (large.total, large.total)
+    assert step_span(large, work, setup, guess) == (0.5 * large.total, 2 * large.total)
     work, setup = work_of(tiny, Setup(stage=0)), Setup(stage=0)
-    least, most = step_span(work, setup, measured)
+    least, most = step_span(small, work, setup, measured)
     assert LAUNCHING[0] * small.total <= least < 0.8 * small.total, "all but the update is launching"
     assert 1.6 * small.total < most <= LAUNCHING[1] * small.total
-    assert step_span(work, setup, guess) == pytest.approx((0.5 * least, 2 * most))
+    assert step_span(small, work, setup, guess) == pytest.approx((0.5 * least, 2 * most))
 
 
 def test_launching_costs_nothing_with_a_large_model() -> None:

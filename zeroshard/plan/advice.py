@@ -92,9 +92,9 @@ class Row:
     def span(self) -> tuple[float, float] | None:
         """The least and the most seconds of a step to expect. They are equal where one number can be said."""
         work = self.traced.work
-        if self.hardware.machine is None or work is None:
+        if self.hardware.machine is None or self.time is None or work is None:
             return None
-        return step_span(work, self.setup, self.hardware.machine)
+        return step_span(self.time, work, self.setup, self.hardware.machine)
 
     @property
     def room(self) -> float:

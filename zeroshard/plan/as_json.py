@@ -141,7 +141,7 @@ def _scaled(row: Row, first: int, last: int) -> list[dict[str, Any]]:
                 "gpus": point.devices,
                 "fits": replace(row, setup=setup, hardware=row.hardware.grown(point.devices)).fits,
                 "step_seconds": point.time.total,
-                "step_span": list(step_span(work, setup, machine)),
+                "step_span": list(step_span(point.time, work, setup, machine)),
                 f"{unit}_a_second": point.tokens_a_second,
                 "efficiency": point.efficiency,
                 "exposed_communication": point.exposed,

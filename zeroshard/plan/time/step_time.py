@@ -26,7 +26,7 @@ from itertools import chain, islice
 
 from ...config.bounds import IN_FLIGHT
 from ...offload.pipeline import LANDING
-from ..machine.profile import Launch, Machine
+from ..machine.profile import Machine
 from ..setup import Setup
 from .checkpoint_time import checkpoint_time
 from .timeline import Interval, Resource, Timeline
@@ -45,6 +45,8 @@ LAUNCHING = (0.75, 1.7)
 programs use too changes its speed from second to second: on one machine the same step took 81 to 132 ms in a minute."""
 NOTICED = 0.05
 """A range that is narrower than this share of the planned time is shown as one number."""
+IDLE = 0.5
+"""A slow thread that is busy for less than this share of a step is always ahead of the device."""
 LAID_OUT_MICRO_BATCHES = 3
 """The smallest number of micro-batches that are laid out. Each further one takes as long as the last."""
 LAID_OUT_BLOCKS = 1024
@@ -135,25 +137,29 @@ def step_time(work: Work, setup: Setup, machine: Machine) -> StepTime:
     return _continued(fewer, most, setup.micro_batches - laid_out)
 
 
-def step_span(work: Work, setup: Setup, machine: Machine) -> tuple[float, float]:
-    """The least and the most seconds of a step to expect. They are equal if nothing makes the time uncertain.
+def step_span(planned: StepTime, work: Work, setup: Setup, machine: Machine) -> tuple[float, float]:
+    """The least and the most seconds of a step to expect. They are equal if nothing makes the planned time uncertain.
 
     >>> from ..machine.profile import load
     >>> from ..papers.shape import Transformer
     >>> tiny = Transformer(layers=12, hidden=256, heads=4, vocabulary=1000, positions=128)
-    >>> setup = Setup(stage=0)
-    >>> least, most = step_span(tiny.work(setup), setup, load("h200"))
+    >>> setup, machine = Setup(stage=0), load("h200")
+    >>> work = tiny.work(setup)
+    >>> least, most = step_span(step_time(work, setup, machine), work, setup, machine)
     >>> round(most / least, 1)  # launching is most of this step, and the machine was not measured
     3.2
     """
     least, most = machine.spread
-    planned = step_time(work, setup, machine).total
-    ends = [planned] * 2
-    if machine.launch != Launch():
-        ends = [step_time(work, setup, replace(machine, launch=machine.launch.slower(by))).total for by in LAUNCHING]
-    if ends[1] - ends[0] < NOTICED * planned:
-        ends = [planned] * 2
-    return least * ends[0], most * ends[1]
+
+    def seconds(factor: float) -> float:
+        return step_time(work, setup, replace(machine, launch=machine.launch.slower(factor))).total
+
+    if LAUNCHING[1] * UnitCosts(work, setup, machine).launching < IDLE * planned.total:
+        return least * planned.total, most * planned.total
+    quick, slow = map(seconds, LAUNCHING)
+    if slow - quick < NOTICED * planned.total:
+        return least * planned.total, most * planned.total
+    return least * quick, most * slow
 
 
 def _continued(fewer: StepTime, most: StepTime, more: float) -> StepTime:

@@ -93,6 +93,12 @@ class UnitCosts:
         # A host that updates during backward shares the interpreter, too.
         return float(seconds * launch.crowded ** (2 if backward else 1))
 
+    @property
+    def launching(self) -> float:
+        """Launching all units in all passes of a step."""
+        passes = self.launch(backward=False) + self.launch(backward=True)
+        return self.setup.micro_batches * (self.count - 1) * passes
+
     @cached_property
     def device_update(self) -> list[float]:
         per_parameter = DEVICE_UPDATE_BYTES / self.machine.device.bandwidth
