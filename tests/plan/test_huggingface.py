@@ -184,6 +184,12 @@ def test_fields_on_kernels_and_stored_weights_change_nothing(key: str, tmp_path:
     assert changed == planned("qwen3_moe", tmp_path).trace(setup)
 
 
+def test_a_decoder_that_has_no_first_token_is_planned_all_the_same(tmp_path: Path) -> None:
+    setup = Setup(stage=0, sequence=32)
+    without = planned("t5", tmp_path, decoder_start_token_id=None, pad_token_id=None).trace(setup)
+    assert without == planned("t5", tmp_path).trace(setup)
+
+
 def test_a_name_of_an_architecture_that_is_no_model_is_passed_over(tmp_path: Path) -> None:
     model = planned("llama", tmp_path, architectures=["pipeline", "Trainer"])
     assert model.parameters == planned("llama", tmp_path).parameters

@@ -241,6 +241,9 @@ def _inputs(model: Any, config: Any, setup: Setup, where: str) -> dict[str, Any]
         given["labels"] = torch.zeros(setup.batch, dtype=torch.long) if of_samples else tokens
         if of_samples and main == "input_ids" and model.config.pad_token_id is None:
             model.config.pad_token_id = 0  # tells where a sequence ends
+        if getattr(config, "is_encoder_decoder", False):  # the decoder's tokens are the targets, moved by one
+            model.config.pad_token_id = getattr(config, "pad_token_id", None) or 0
+            model.config.decoder_start_token_id = getattr(config, "decoder_start_token_id", None) or 0
     return given
 
 
