@@ -360,7 +360,7 @@ def test_any_module_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_world_of_1024_is_planned_in_under_ten_seconds(asked_for: str) -> None:
     started = time.process_time()
     assert exit_code("plan", *asked_for.split(), "--gpus", "1024") == 0
-    assert time.process_time() - started < 6, "one or two seconds are usual"
+    assert time.process_time() - started < 6, "two to five seconds are usual"
 
 
 def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,11 +154,13 @@ def recommend(rows: Sequence[Row]) -> Row | None:
     return min(as_fast, key=lambda row: (row.setup.offload is not None, row.setup.stage))
 
 
-def largest_with_room(room: Callable[[int], float], most: int, size: Callable[[int], float] = float) -> int:
+def largest_with_room(
+    room: Callable[[int], float], most: int, size: Callable[[int], float] = float, *, near: int = 2
+) -> int:
     """The largest number up to ``most`` with room, if all smaller numbers have room too; 0 if none has.
 
     Room is nearly a straight line over ``size``. So the next number to try is where the line through the last two that
-    were tried is at 0.
+    were tried is at 0. The first after 1 is ``near``, which may be far from the answer.
 
     >>> tried = []
     >>> largest_with_room(lambda number: tried.append(number) or 77.5**2 - number**2, 1000, lambda number: number**2)
@@ -174,7 +176,7 @@ def largest_with_room(room: Callable[[int], float], most: int, size: Callable[[i
         tries += 1
         number, at_number = other
         if math.isinf(at_number) or at_number == at_low:
-            guess = 2 * low
+            guess = near if tries == 1 else 2 * low
         elif tries % 4 == 0 and high <= most:
             guess = (low + high) // 2  # where the line is far from straight
         else:

@@ -43,19 +43,23 @@ def largest_models(
 ) -> list[tuple[Row, ModelConfig | None]]:
     """For every stage and offload the largest GPT that fits; None if not even the smallest GPT fits."""
     found = []
+    hidden = 0
     for stage in range(4):
         for variant in variants(stage, setup, hardware):
             asked = replace(setup, stage=stage, offload=variant.offload)
-            config = largest_model(asked, hardware, vocabulary)
+            config = largest_model(asked, hardware, vocabulary, near=hidden)
+            hidden = config.hidden if config is not None else hidden
             shown = config or made_up(setup.model_parallel, 2, vocabulary, setup)
             found.append((Row(variant, _gpt(shown), asked, hardware), config))
     return found
 
 
-def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY) -> ModelConfig | None:
+def largest_model(
+    setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY, *, near: int = 0
+) -> ModelConfig | None:
     """The largest GPT of a usual shape that fits: first the largest width, then the largest depth at that width.
 
-    The number of heads is a multiple of the ranks that share the model.
+    The number of heads is a multiple of the ranks that share the model. ``near``: the width to try first.
     """
     ranks = setup.model_parallel
     step = ranks * head_width(ranks)  # from one hidden size to the next
@@ -69,7 +73,9 @@ def largest_model(setup: Setup, hardware: Hardware, vocabulary: int = VOCABULARY
         return float(usual_layers(steps * step) * steps**2)
 
     most = LARGEST_HIDDEN // step
-    widest = largest_with_room(lambda steps: room(steps, usual_layers(steps * step)), most, usual_size)
+    widest = largest_with_room(
+        lambda steps: room(steps, usual_layers(steps * step)), most, usual_size, near=max(2, near // step)
+    )
     if not widest:
         return None
     usual = usual_layers(widest * step)
