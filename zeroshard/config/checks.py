@@ -254,14 +254,16 @@ def _typed(value: Any, kinds: Sequence[Any]) -> Any:
         else:
             return kind.parse(value) if isinstance(kind, type) and issubclass(kind, Options) else value
     if torch.dtype in kinds and isinstance(value, str) and value not in DTYPES:
-        raise ValueError(unknown_dtype(value))
+        others = [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+        raise ValueError(unknown_dtype(value, *others))
     *first, last = words
     raise ValueError(f"must be {', '.join(first)}{' or ' if first else ''}{last}")
 
 
-def unknown_dtype(name: str) -> str:
-    """What a message says of a name that is not in ``DTYPES``."""
-    return f"is unknown{nearest(name, DTYPES)}; known: {', '.join(DTYPES)}"
+def unknown_dtype(name: str, *others: str) -> str:
+    """What a message says of a name that is not in ``DTYPES``. ``others``: names that are allowed, too."""
+    known = [*DTYPES, *others]
+    return f"is unknown{nearest(name, known)}; known: {', '.join(known)}"
 
 
 def nearest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:

@@ -13,9 +13,12 @@ import torch
 
 from ..system.cores import MOST_THREADS
 from .checks import Mistake, Options, must, unsigned, whole
+from .layout import ALIGNMENT
 
 _fraction = must('be a number from 0 to 1, or "auto"', lambda value: value == "auto" or 0 <= value <= 1)
-_moments = must("be torch.float32 or torch.bfloat16", lambda value: value in (torch.float32, torch.bfloat16))
+_moments = must(
+    'be torch.float32, torch.bfloat16 or "8bit"', lambda value: value in (torch.float32, torch.bfloat16, "8bit")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,12 @@ class Offload(Options):
     """
     device_memory: Annotated[int | None, whole(least=1)] = None
     """With ``host_fraction="auto"``: bytes of device memory for model states. By default 60% of the free memory."""
-    moments: Annotated[torch.dtype, _moments] = torch.float32
-    """Dtype of the optimizer's moments. bf16 takes 4 bytes a parameter instead of 8, and is rounded stochastically."""
+    moments: Annotated[torch.dtype | Literal["8bit"], _moments] = torch.float32
+    """How the optimizer's moments are stored: ``torch.float32``, ``torch.bfloat16`` or ``"8bit"``.
+
+    They take 8, 4 or 2.03 bytes a parameter. bf16 and 8 bits are rounded stochastically. In 8 bits every 64 elements
+    share a scale; state dicts and checkpoints have the same numbers in bf16.
+    """
     split_master: bool = False
     """Store the fp32 master as the bf16 parameter and a 16-bit remainder: the same bits, with less memory traffic.
 
@@ -70,9 +77,14 @@ class Offload(Options):
     host_memory: Annotated[int | None, whole(least=1)] = None
     """Bytes of host memory that this rank may use. By default the free memory, divided by the ranks on this machine."""
     seed: Annotated[int, unsigned] = 0
-    """Seed of the stochastic rounding of bf16 moments."""
+    """Seed of the stochastic rounding of moments in bf16 and 8 bits."""
     blocking: bool = False
     """``step()`` waits for the host. The results are the same. For timing and debugging."""
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of one element of a moment, with its part of a scale."""
+        return 1 + 1 / ALIGNMENT if isinstance(self.moments, str) else float(self.moments.itemsize)
 
     @property
     def beside_backward(self) -> bool:

@@ -58,6 +58,8 @@ class HostHome(Home, FlatStates):
         """The norm of the first micro-batch's gradient, if it was computed on the device."""
         self._part_norms: dict[int, Tensor] | None = None
         """The norm of each parameter's part of it."""
+        self._loading: dict[str, Tensor] = {}
+        """The values of one piece's moments in fp32, until they are encoded in 8 bits."""
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -341,9 +343,15 @@ class HostHome(Home, FlatStates):
         return found
 
     def room_for(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor | None:
+        if self.buffers.coded and self.takes(name):
+            self._loading[name] = torch.empty(piece.numel, device="cpu")
+            return self._loading[name]
         return self.buffers.moments(piece).get(name)
 
     def take_scalars(self, piece: Piece, scalars: dict[str, Any], *, moments: bool) -> None:
+        for name, values in self._loading.items():
+            self.buffers.store_moment(piece, name, values)
+        self._loading.clear()
         count = int(scalars.get("step", 1 if moments else 0))
         if count:
             self.counts[piece] = count
@@ -351,8 +359,7 @@ class HostHome(Home, FlatStates):
     def forget_states(self) -> None:
         self._pipeline.wait()
         self.counts = dict.fromkeys(self.counts, 0)
-        for name in self.buffers.moment_names:
-            self.buffers.tensors[name].zero_()
+        self.buffers.forget_moments()
 
     def takes(self, name: str) -> bool:
         return name in self.buffers.moment_names

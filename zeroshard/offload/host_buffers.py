@@ -4,7 +4,7 @@
   ``update_in_backward``: each gradient is then copied to a buffer of a small ring and used at once.
 - **master**: fp32. A split master is two buffers: **high**, the bf16 parameter itself, and **low**, the 16 bits that
   the parameter lacks.
-- **moments**: the optimizer's states, with torch's names.
+- **moments**: the optimizer's states, with torch's names. Moments in 8 bits have **scales** too (``codes.py``).
 - **fresh**: the new parameters of a delayed update, while the slot takes the next gradient.
 - **resting**: the parameters, if they live on the host.
 - **total**: the sum of several micro-batches in fp32. It is made when a second micro-batch comes.
@@ -21,7 +21,12 @@ from torch import Tensor
 
 from ..config.layout import Piece
 from ..config.offload import Offload
+from ..config.optimizers import NOT_NEGATIVE
+from .codes import TILE, CodedMoment, encode
 from .pinned import HostBlock, aligned
+
+SCALES = ".scales"
+"""Ends the name of the buffer with a moment's scales."""
 
 
 class Buffer(NamedTuple):
@@ -30,6 +35,12 @@ class Buffer(NamedTuple):
     name: str
     dtype: torch.dtype
     pinned: bool
+    elements: int = 1
+    """Elements of the flat for each element of the buffer."""
+
+    def numel(self, flat: int) -> int:
+        """The elements of the buffer, by those of the flat's range."""
+        return -(-flat // self.elements)
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,17 @@ def wanted(options: Offload, dtype: torch.dtype, moments: Sequence[str] | None) 
             found.append(Buffer("fresh", dtype, pinned=True))
     if resting and (delayed or (half and not options.split_master)):
         found.append(Buffer("resting", dtype, pinned=True))
-    return found + [Buffer(name, options.moments, pinned=False) for name in moments]
+    if options.moments != "8bit":
+        return found + [Buffer(name, options.moments, pinned=False) for name in moments]
+    for name in moments:
+        codes = torch.uint8 if name in NOT_NEGATIVE else torch.int8
+        found += [Buffer(name, codes, pinned=False), Buffer(name + SCALES, torch.uint8, pinned=False, elements=TILE)]
+    return found
 
 
 def bytes_of(buffers: Sequence[Buffer], numel: int) -> HostBytes:
     """The memory of these buffers for this many elements."""
-    sizes = [(aligned(numel * buffer.dtype.itemsize), buffer.pinned) for buffer in buffers]
+    sizes = [(aligned(buffer.numel(numel) * buffer.dtype.itemsize), buffer.pinned) for buffer in buffers]
     return HostBytes(sum(size for size, pinned in sizes if pinned), sum(size for size, pinned in sizes if not pinned))
 
 
@@ -90,6 +106,7 @@ class HostBuffers:
         self.trained = moments is not None
         self.moment_names = tuple(moments or ())
         self.split = options.split_master and self.trained
+        self.coded = options.moments == "8bit"
         self.rests_here = options.parameters == "cpu"
         self._wanted = wanted(options, dtype, moments)
         self.bytes = bytes_of(self._wanted, numel)
@@ -104,8 +121,9 @@ class HostBuffers:
     def bind(self, pinned: HostBlock, pageable: HostBlock) -> None:
         """Takes the buffers from blocks of host memory."""
         tensors = self.tensors
-        for name, dtype, is_pinned in self._wanted:
-            tensors[name] = (pinned if is_pinned else pageable).take(self.numel, dtype)
+        for buffer in self._wanted:
+            block = pinned if buffer.pinned else pageable
+            tensors[buffer.name] = block.take(buffer.numel(self.numel), buffer.dtype)
         self.slot, self.high = tensors.get("slot"), tensors.get("high")
         if self.trained:
             self.stored = tensors["low" if self.split else "master"]
@@ -124,8 +142,27 @@ class HostBuffers:
         return self.tensors[names[0]] if names else gradient
 
     def moments(self, piece: Piece) -> dict[str, Tensor]:
-        """The moments of one piece, by name."""
-        return {name: part(self.tensors[name], piece) for name in self.moment_names}
+        """The moments of one piece, by name. Moments in 8 bits can only be read."""
+        stored, scales = self.stored_moments(piece)
+        shown = map(CodedMoment, stored, scales) if self.coded else stored
+        return dict(zip(self.moment_names, shown, strict=True))
+
+    def stored_moments(self, piece: Piece) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The moments of one piece as the kernel reads them, and the scales of codes."""
+        tiles = slice(piece.offset // TILE, -(-(piece.offset + piece.numel) // TILE))
+        stored = tuple(part(self.tensors[name], piece) for name in self.moment_names)
+        return stored, tuple(self.tensors[name + SCALES][tiles] for name in self.moment_names if self.coded)
+
+    def store_moment(self, piece: Piece, name: str, values: Tensor) -> None:
+        """Takes values for a moment in 8 bits."""
+        stored, scales = self.stored_moments(piece)
+        number = self.moment_names.index(name)
+        encode(values, stored[number], scales[number])
+
+    def forget_moments(self) -> None:
+        """Sets all moments to 0."""
+        for name in self.moment_names:
+            self.tensors[name].zero_()  # a code of 0 is the number 0 whatever its scale is
 
     def total(self) -> Tensor:
         """The buffer for sums, made with the first call."""

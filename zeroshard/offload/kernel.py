@@ -25,15 +25,23 @@ from torch import Tensor
 
 from ..system.cores import share
 from . import fallback
+from .codes import TILE
 from .library import NUMBERS, Choice, Simd, choose, load, warn_once
 from .rules import Rule, pack_rule
 
-KINDS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int16: 4}
-"""``Kind`` of native/abi.h, by dtype. int16 is the low half of a split master."""
+KINDS: Final = {
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int16: 4,
+    torch.int8: 5,
+    torch.uint8: 6,
+}
+"""``Kind`` of native/abi.h, by dtype. int16 is the low half of a split master; int8 and uint8 are codes."""
 ABSENT: Final = 0
 GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 _CLOSED: Final = 1  # Status of native/library.cpp
-_SEGMENT: Final = struct.Struct("=5Q2qQ5i4x")
+_SEGMENT: Final = struct.Struct("=7Q2qQ5i4x")
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,17 @@ class Segment:
     With a split master the parameter is bf16, and is read too.
     """
     moments: tuple[Tensor, ...]
-    """Adam: exp_avg and exp_avg_sq. SGD: the momentum buffer, or none. fp32, or bf16 with stochastic rounding."""
+    """Adam: exp_avg and exp_avg_sq. SGD: the momentum buffer, or none.
+
+    fp32, or rounded stochastically: bf16, or codes in 8 bits (``codes.py``), int8 for the first moment and uint8 for
+    the second.
+    """
     key: int
     """64 bits that identify the parameter, for stochastic rounding."""
     start: int
-    """Index of the first element within the parameter, for stochastic rounding."""
+    """Index of the first element within the parameter, for stochastic rounding. With codes, a multiple of a tile."""
+    scales: tuple[Tensor, ...] = ()
+    """The scales of moments that are codes."""
 
     def validate(self) -> None:
         """Raises if the native code would read or write wrong memory."""
@@ -65,9 +79,19 @@ class Segment:
             arrays.append(("parameter", self.parameter, high))
         elif is_split:
             raise ValueError("a split master needs a bf16 parameter as its high half")
-        arrays += [("moment", moment, (torch.float32, torch.bfloat16)) for moment in self.moments]
-        for name, tensor, dtypes in arrays:
-            _check_array(name, tensor, dtypes, length)
+        dtypes = [(torch.int8,), (torch.uint8,)] if self.scales else [(torch.float32, torch.bfloat16)] * 2
+        arrays += [("moment", *moment) for moment in zip(self.moments, dtypes, strict=False)]
+        for name, tensor, allowed in arrays:
+            _check_array(name, tensor, allowed, length)
+        scales = [("scales", tensor, (torch.uint8,)) for tensor in self.scales]
+        for name, tensor, allowed in scales:
+            _check_array(name, tensor, allowed, -(-length // TILE))
+        if scales and (len(scales) != len(self.moments) or self.start % TILE):
+            raise ValueError(
+                f"{len(self.moments)} moments in 8 bits from element {self.start} on have {len(scales)} arrays of "
+                f"scales; each needs one, and the first element must be a multiple of {TILE}"
+            )
+        arrays += scales
         # Elements are read and written in any order, so two arrays may share all of their memory or none.
         spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor, _ in arrays)
         for (begin, end, name), (other_begin, other_end, other) in itertools.pairwise(spans):
@@ -83,7 +107,8 @@ class Segment:
         moments = (*self.moments, None, None)[:2]
         gradient, master, parameter = self.gradient, self.master, self.parameter
         arrays = (gradient, master, parameter, *moments)
-        addresses = (0 if array is None else array.data_ptr() for array in arrays)
+        scales = (*self.scales, None, None)[:2]
+        addresses = (0 if array is None else array.data_ptr() for array in (*arrays, *scales))
         kinds = (ABSENT if array is None else KINDS[array.dtype] for array in arrays)
         return _SEGMENT.pack(*addresses, gradient.numel(), self.start, self.key % 2**64, *kinds)
 
@@ -136,7 +161,7 @@ class Pool:
 
     @property
     def native(self) -> bool:
-        """Whether this pool can do 16-bit moments and split masters."""
+        """Whether this pool can do moments in 16 and 8 bits, and split masters."""
         return self.simd is not Simd.TORCH
 
     def prepare(self, segments: Sequence[Segment]) -> Segments:
@@ -151,7 +176,7 @@ class Pool:
         Args:
             work: what ``prepare`` returned, with one rule for each segment.
             factor: gradients are multiplied by it in fp32: unscaling times clipping.
-            seed: of the stochastic rounding of bf16 moments.
+            seed: of the stochastic rounding of moments.
         """
         pairs = [pair for segments, rules in work for pair in zip(segments.checked, rules, strict=True)]
         packed_rules = b"".join(pack_rule(rule, len(segment.moments)) for segment, rule in pairs)

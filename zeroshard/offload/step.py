@@ -48,7 +48,7 @@ class HostStep(Updates):
 
     @property
     def counts_matter(self) -> bool:
-        """Whether step counts belong to the state: Adam needs them, and stochastic rounding of 16-bit moments too."""
+        """Whether step counts belong to the state: Adam needs them, and stochastic rounding of moments too."""
         return "exp_avg" in self._moments or self._options.moments is not torch.float32
 
     def publishes_with(self, home: HostHome) -> bool:

@@ -47,13 +47,15 @@ class SegmentCache:
 
     def _segment(self, gradient: Tensor, output: Tensor, piece: Piece) -> Segment:
         buffers = self._buffers
+        moments, scales = buffers.stored_moments(piece)
         return Segment(
             gradient=part(gradient, piece),
             master=part(buffers.stored, piece),
             parameter=None if output is buffers.stored else part(output, piece),
-            moments=tuple(buffers.moments(piece).values()),
+            moments=moments,
             key=self._keys[piece],
             start=piece.start,
+            scales=scales,
         )
 
 

@@ -187,8 +187,13 @@ def _states_of(flat: Flat, fabric: Fabric, optimizer: ShardedOptimizer) -> Itera
         tensor = flat.pieces[owner]
         for name, value in optimizer.piece_states.of(tensor).items():
             if is_elementwise(value, tensor):
-                state = value[piece.start - owner.start :][: piece.numel]
-                yield _item(name_of(slot.name), _kind_of_state(name), slot.whole_shape, region_of(flat, piece), state)
+                region, kind = region_of(flat, piece), _kind_of_state(name)
+                entry = Entry(name_of(slot.name), kind, slot.whole_shape, region, value.dtype)
+                yield _storable(Item(entry, partial(_range, value, piece.start - owner.start, piece.numel)))
+
+
+def _range(values: Tensor, start: int, numel: int) -> Tensor:
+    return values.detach()[start : start + numel]
 
 
 def _kind_of_state(name: object) -> str:

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from .structures import map_tensors, tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Subclass = TypeVar("Subclass", bound=Tensor)
 
 
 def in_backward() -> bool:
@@ -321,6 +322,12 @@ class OperationMode(TorchDispatchMode):
     def run(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operation. A subclass defines this."""
         raise NotImplementedError
+
+
+def without_memory(kind: type[Subclass], like: Tensor, dtype: torch.dtype) -> Subclass:
+    """A tensor of a subclass that has ``__torch_dispatch__``: the shape and device of another tensor, and no memory."""
+    made: Subclass = Tensor._make_wrapper_subclass(kind, like.shape, dtype=dtype, device=like.device)
+    return made
 
 
 def writes(operation: Any) -> bool:

@@ -10,7 +10,15 @@ enum Kind : int32_t {
   BF16 = 2,
   FP16 = 3,
   REMAINDER = 4,  // the low half of a split master: int16, added to the bits of the bf16 parameter
+  SIGNED_CODES = 5,    // 8-bit moments: codes.h says what a code is
+  POSITIVE_CODES = 6,  // of a moment without negative elements
 };
+
+constexpr bool is_code(Kind kind) { return kind == SIGNED_CODES || kind == POSITIVE_CODES; }
+
+// Elements of an 8-bit moment that share a scale. Every parameter and every shard begins at a multiple of this
+// (ALIGNMENT in config/layout.py), so a tile has the same elements in every world size.
+constexpr int TILE = 64;
 
 // A contiguous range of one parameter. Addresses and kinds stay the same from step to step.
 struct Segment {
@@ -18,8 +26,9 @@ struct Segment {
   void* master;
   void* parameter;  // may be the gradient's address: every element is read before it is written
   void* moments[2];
+  uint8_t* scales[2];  // of moments that are codes: one for each tile
   int64_t length;
-  int64_t start;  // index of the first element within the parameter
+  int64_t start;  // index of the first element within the parameter; with codes a multiple of TILE
   uint64_t key;   // identifies the parameter, for stochastic rounding
   Kind gradient_kind;
   Kind master_kind;
@@ -53,5 +62,5 @@ struct Rule {
   float step_size;      // Adam: -lr / (1 - beta1 ** step). SGD: -lr
 };
 
-static_assert(sizeof(Segment) == 88, "kernel.py packs 88 bytes");
+static_assert(sizeof(Segment) == 104, "kernel.py packs 104 bytes");
 static_assert(sizeof(Rule) == 48, "rules.py packs 48 bytes");

@@ -15,6 +15,7 @@ namespace {
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 template <class Vector>
 inline Vector load(const void* from) {
@@ -91,6 +92,33 @@ inline void narrow_high(uint16_t* to, Words x) {  // from the upper halves
   _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 #else
   narrow_low(to, x >> 16);
+#endif
+}
+
+inline Words widen_bytes(const uint8_t* from) {
+  return __builtin_convertvector(load<Bytes>(from), Words);
+}
+
+inline void narrow_bytes(uint8_t* to, Words x) {  // from the lowest bytes
+#if LANES == 16
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#elif LANES == 8
+  const __m256i lowest = _mm256_set1_epi32(0x0C080400);
+  const __m256i packed = _mm256_shuffle_epi8((__m256i)x, lowest);
+  const __m128i joined = _mm_unpacklo_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
+  _mm_storel_epi64((__m128i*)to, joined);
+#else
+  store(to, __builtin_convertvector(x, Bytes));
+#endif
+}
+
+inline uint32_t largest_lane(Words x) {
+#if LANES == 16
+  return _mm512_reduce_max_epu32((__m512i)x);
+#else
+  uint32_t largest = 0;
+  for (int lane = 0; lane < LANES; ++lane) largest = x[lane] > largest ? x[lane] : largest;
+  return largest;
 #endif
 }
 

@@ -13,8 +13,8 @@
 
 namespace {
 
-// Parts of a segment start at multiples of this many elements, so that no vector crosses a cache line.
-constexpr int64_t ALIGNMENT = 64;
+// Parts of a segment start at multiples of this many elements, so that no vector crosses a cache line and no tile is cut.
+constexpr int64_t ALIGNMENT = TILE;
 
 // Elements that a thread takes at a time. Long parts are read faster, because prefetching starts again with every part.
 // But every thread should have several parts: then the others can do the work of a thread whose core is busy.

@@ -1,13 +1,11 @@
-// Rounding from fp32 to bf16: half away from zero for parameters, stochastic for moments.
+// Rounding of parameters from fp32 to bf16, and the random bits for the rounding of moments (codes.h).
 #pragma once
 
 #include "lanes.h"
 
 namespace {
 
-// The functions leave the bf16 value in the upper half of each word. The lower half has no meaning then.
-
-// For parameters, half away from zero. What is lost, bits - (high << 16), then always fits into int16, so that a split
+// Half away from zero. The bf16 value is in the upper half of each word, and the lower half has no meaning. What is lost, bits - (high << 16), then always fits into int16, so that a split
 // master is exact. With ties to even, ties of either parity would leave the same remainder. Overflow gives inf, which
 // is right. A NaN must be canonical.
 inline Words nearest(Floats x) { return bits(x) + 0x8000u; }
@@ -42,14 +40,5 @@ class Dice {
   uint32_t stride_, first_;
   Words lanes_;
 };
-
-// For moments: rounds up with a probability equal to the part that is lost. `random` is below 2^16.
-inline Words stochastic(Floats x, Words random) { return bits(x) + random; }
-
-// The same for any x. From the largest finite bf16 value on, the lower bits are cut off instead: a finite value must
-// not become inf. Inf and a canonical NaN have no lower bits.
-inline Words stochastic_or_cut(Floats x, Words random) {
-  return (bits(x) & 0x7FFFFFFFu) < 0x7F7F0000u ? bits(x) + random : bits(x);
-}
 
 }  // namespace

@@ -1,17 +1,9 @@
 // One pass over a range: read gradient, master and moments; write master, moments and the 16-bit parameter.
 #pragma once
 
-#include "rounding.h"
+#include "codes.h"
 
 namespace {
-
-// The arrays of a segment, from some element on.
-struct Arrays {
-  const void* gradient;
-  void* master;
-  void* parameter;
-  void* moments[2];
-};
 
 // The other inputs of a pass.
 struct Pass {
@@ -26,6 +18,7 @@ template <Kind gradient_, Kind master_, Kind parameter_, Kind first_, Kind secon
 struct Format {
   static constexpr Kind gradient = gradient_, master = master_, parameter = parameter_;
   static constexpr Kind first = first_, second = second_;
+  static constexpr int64_t group = GROUP<first>;
 };
 
 template <class Format>
@@ -50,80 +43,81 @@ inline void store_master(const Arrays& arrays, int64_t index, Floats x) {
   if constexpr (Format::parameter == FP16) to_fp16(parameter, x);
 }
 
-template <Kind kind>
-inline void store_moment(void* array, int64_t index, Words x) {
-  if constexpr (kind == BF16) {
-    narrow_high((uint16_t*)array + index, x);
-  } else {
-    store((float*)array + index, x);
-  }
-}
-
-// torch.optim.Adam and AdamW, with torch's order of operations. `count` is a multiple of LANES.
+// torch.optim.Adam and AdamW, with torch's order of operations. `count` is a multiple of the group.
 template <class Format>
 void adam(const Arrays arrays, const Pass& pass, int64_t count) {
+  constexpr Kind first_kind = Format::first, second_kind = Format::second;
+  constexpr bool rounds = LOST<first_kind> > 0 || LOST<second_kind> > 0;
   const Rule rule = pass.rule;
   const Dice dice = pass.dice;
   const float factor = pass.factor, complement = 1.0f - rule.first_weight;
-  for (int64_t index = 0; index < count; index += LANES) {
-    Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
-    Floats master = load_master<Format>(arrays, index) * rule.shrink;
-    Floats first = load_as_floats<Format::first>(arrays.moments[0], index);
-    Floats second = load_as_floats<Format::second>(arrays.moments[1], index);
-    if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
-    if (rule.flags & LERP_FROM_END) {
-      first = gradient - (gradient - first) * complement;
-    } else {
-      first = first + rule.first_weight * (gradient - first);
+  for (int64_t begin = 0; begin < count; begin += Format::group) {
+    Moment<first_kind> firsts(arrays, 0, begin);
+    Moment<second_kind> seconds(arrays, 1, begin);
+    for (int64_t index = begin; index < begin + Format::group; index += LANES) {
+      Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
+      Floats master = load_master<Format>(arrays, index) * rule.shrink;
+      Floats first = firsts.read(index);
+      Floats second = seconds.read(index);
+      if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
+      if (rule.flags & LERP_FROM_END) {
+        first = gradient - (gradient - first) * complement;
+      } else {
+        first = first + rule.first_weight * (gradient - first);
+      }
+      second = second * rule.retention + rule.second_weight * gradient * gradient;
+      const Floats denominator = square_root(second) / rule.correction + rule.epsilon;
+      master = master + rule.step_size * first / denominator;
+      Words low{}, high{};  // random bits
+      if constexpr (rounds) {
+        const Words random = dice.roll(pass.offset + index);
+        low = random & 0xFFFFu, high = random >> 16;
+      }
+      Words rounded_first = rounded<first_kind>(first, low);
+      Words rounded_second = rounded<second_kind>(second, high);
+      bool rare = has_nan(master);  // if a moment is NaN, the master is NaN too
+      if constexpr (LOST<first_kind> > 0) rare |= has_special(rounded_first);
+      if constexpr (LOST<second_kind> > 0) rare |= has_special(rounded_second);
+      if (__builtin_expect(rare, false)) {
+        master = canonical(master), first = canonical(first), second = canonical(second);
+        rounded_first = rounded_or_cut<first_kind>(first, low);
+        rounded_second = rounded_or_cut<second_kind>(second, high);
+      }
+      firsts.write(index, first, rounded_first);
+      seconds.write(index, second, rounded_second);
+      store_master<Format>(arrays, index, master);
     }
-    second = second * rule.retention + rule.second_weight * gradient * gradient;
-    const Floats denominator = square_root(second) / rule.correction + rule.epsilon;
-    master = master + rule.step_size * first / denominator;
-    Words low{}, high{};  // random bits
-    if constexpr (Format::first == BF16 || Format::second == BF16) {
-      const Words random = dice.roll(pass.offset + index);
-      low = random & 0xFFFFu, high = random >> 16;
-    }
-    Words stored_first = Format::first == BF16 ? stochastic(first, low) : bits(first);
-    Words stored_second = Format::second == BF16 ? stochastic(second, high) : bits(second);
-    bool rare = has_nan(master);  // if a moment is NaN, the master is NaN too
-    if constexpr (Format::first == BF16) rare |= has_special(stored_first);
-    if constexpr (Format::second == BF16) rare |= has_special(stored_second);
-    if (__builtin_expect(rare, false)) {
-      master = canonical(master), first = canonical(first), second = canonical(second);
-      stored_first = Format::first == BF16 ? stochastic_or_cut(first, low) : bits(first);
-      stored_second = Format::second == BF16 ? stochastic_or_cut(second, high) : bits(second);
-    }
-    store_moment<Format::first>(arrays.moments[0], index, stored_first);
-    store_moment<Format::second>(arrays.moments[1], index, stored_second);
-    store_master<Format>(arrays, index, master);
+    firsts.finish();
+    seconds.finish();
   }
 }
 
 // torch.optim.SGD, with torch's order of operations. Without momentum there is no buffer.
 template <class Format>
 void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
+  constexpr bool has_momentum = Format::first != ABSENT;
+  constexpr Kind kind = has_momentum ? Format::first : FP32;
   const Rule rule = pass.rule;
   const Dice dice = pass.dice;
   const float factor = pass.factor;
-  for (int64_t index = 0; index < count; index += LANES) {
-    Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
-    Floats master = load_master<Format>(arrays, index);
-    if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
-    if constexpr (Format::first != ABSENT) {
-      Floats buffer = gradient;
-      if (!(rule.flags & FIRST)) {
-        const Floats before = load_as_floats<Format::first>(arrays.moments[0], index);
-        buffer = before * rule.retention + rule.first_weight * gradient;
+  for (int64_t begin = 0; begin < count; begin += Format::group) {
+    Moment<kind> momenta(arrays, 0, begin);
+    for (int64_t index = begin; index < begin + Format::group; index += LANES) {
+      Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
+      Floats master = load_master<Format>(arrays, index);
+      if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
+      if constexpr (has_momentum) {
+        Floats buffer = gradient;
+        if (!(rule.flags & FIRST)) buffer = momenta.read(index) * rule.retention + rule.first_weight * gradient;
+        gradient = rule.flags & NESTEROV ? gradient + rule.retention * buffer : buffer;
+        buffer = canonical(buffer);
+        Words random{};
+        if constexpr (LOST<kind> > 0) random = dice.roll(pass.offset + index) & 0xFFFFu;
+        momenta.write(index, buffer, rounded_or_cut<kind>(buffer, random));
       }
-      gradient = rule.flags & NESTEROV ? gradient + rule.retention * buffer : buffer;
-      Words stored = bits(canonical(buffer));
-      if constexpr (Format::first == BF16) {
-        stored = stochastic_or_cut(floats(stored), dice.roll(pass.offset + index) & 0xFFFFu);
-      }
-      store_moment<Format::first>(arrays.moments[0], index, stored);
+      store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));
     }
-    store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));
+    if constexpr (has_momentum) momenta.finish();
   }
 }
 
@@ -133,6 +127,7 @@ typedef void Loop(const Arrays, const Pass&, int64_t count);
 template <Kind gradient, Kind master, Kind parameter>
 Loop* loop_for_moments(Algorithm algorithm, const Kind* moments) {
   if (algorithm == ADAM) {
+    if (is_code(moments[0])) return adam<Format<gradient, master, parameter, SIGNED_CODES, POSITIVE_CODES>>;
     if (moments[0] == FP32) {
       return moments[1] == FP32 ? adam<Format<gradient, master, parameter, FP32, FP32>>
                                 : adam<Format<gradient, master, parameter, FP32, BF16>>;
@@ -142,6 +137,7 @@ Loop* loop_for_moments(Algorithm algorithm, const Kind* moments) {
   }
   if (moments[0] == FP32) return sgd<Format<gradient, master, parameter, FP32, ABSENT>>;
   if (moments[0] == BF16) return sgd<Format<gradient, master, parameter, BF16, ABSENT>>;
+  if (is_code(moments[0])) return sgd<Format<gradient, master, parameter, SIGNED_CODES, ABSENT>>;
   return sgd<Format<gradient, master, parameter, ABSENT, ABSENT>>;
 }
 
@@ -160,7 +156,7 @@ Loop* loop_for(const Segment& segment, Algorithm algorithm) {
   return loop_for_master<FP32>(segment, algorithm);
 }
 
-int64_t width(Kind kind) { return kind == ABSENT ? 0 : kind == FP32 ? 4 : 2; }
+int64_t width(Kind kind) { return kind == ABSENT ? 0 : kind == FP32 ? 4 : is_code(kind) ? 1 : 2; }
 
 void* at(void* array, Kind kind, int64_t index) { return (char*)array + index * width(kind); }
 
@@ -169,23 +165,26 @@ Arrays arrays_from(const Segment& segment, int64_t offset) {
           at(segment.master, segment.master_kind, offset),
           at(segment.parameter, segment.parameter_kind, offset),
           {at(segment.moments[0], segment.moment_kinds[0], offset),
-           at(segment.moments[1], segment.moment_kinds[1], offset)}};
+           at(segment.moments[1], segment.moment_kinds[1], offset)},
+          {segment.scales[0] + offset / TILE, segment.scales[1] + offset / TILE}};
 }
 
 void copy(void* to, const void* from, Kind kind, int64_t count) {
   if (kind != ABSENT) __builtin_memcpy(to, from, count * width(kind));
 }
 
-// The last elements, fewer than a vector. The same loop runs on padded copies, so that they get the same bits.
+int64_t group_of(const Segment& segment) { return is_code(segment.moment_kinds[0]) ? TILE : LANES; }
+
+// The last elements, fewer than a group. The same loop runs on padded copies, so that they get the same bits.
 void update_tail(Loop* loop, const Segment& segment, const Arrays& arrays, const Pass& pass, int64_t count) {
-  alignas(64) char copies[5][4 * LANES] = {};
-  const Arrays local = {copies[0], copies[1], copies[2], {copies[3], copies[4]}};
+  alignas(64) char copies[5][4 * TILE] = {};
+  const Arrays local = {copies[0], copies[1], copies[2], {copies[3], copies[4]}, {arrays.scales[0], arrays.scales[1]}};
   const Kind* moments = segment.moment_kinds;
   copy(copies[0], arrays.gradient, segment.gradient_kind, count);
   copy(local.master, arrays.master, segment.master_kind, count);
   copy(local.parameter, arrays.parameter, segment.parameter_kind, count);
   for (int index = 0; index < 2; ++index) copy(local.moments[index], arrays.moments[index], moments[index], count);
-  loop(local, pass, LANES);
+  loop(local, pass, group_of(segment));
   copy(arrays.master, local.master, segment.master_kind, count);
   copy(arrays.parameter, local.parameter, segment.parameter_kind, count);
   for (int index = 0; index < 2; ++index) copy(arrays.moments[index], local.moments[index], moments[index], count);
@@ -200,7 +199,7 @@ void update_range(const Segment& segment, const Rule& rule, float factor, uint64
     const uint64_t index = uint64_t(segment.start + offset);
     const int64_t until_carry = int64_t(0x100000000u - (index & 0xFFFFFFFFu));
     const int64_t part = count < until_carry ? count : until_carry;
-    const int64_t whole = part - part % LANES;
+    const int64_t whole = part - part % group_of(segment);
     Pass pass = {rule, signed_factor, Dice(seed, segment.key, uint64_t(rule.step), index), 0};
     loop(arrays_from(segment, offset), pass, whole);
     if (whole < part) {

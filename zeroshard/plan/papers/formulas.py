@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from ...config.offload import Offload
 from ...config.table import Extent, state_table
 from ...offload.pipeline import HIGH_HALVES, RING
@@ -26,7 +24,7 @@ MASTER = 4  # bytes a parameter: the fp32 copy behind 16-bit parameters
 class Term(NamedTuple):
     """Bytes for each parameter of a part of the model."""
 
-    per_parameter: int
+    per_parameter: float
     symbol: str = "Ψ"
     share: float = 1.0
     """The size of that part, in Ψ."""
@@ -46,7 +44,7 @@ class PaperRow(NamedTuple):
 
     def __str__(self) -> str:
         divided = f"/{self.divisor}" if self.divisor > 1 else ""
-        return " + ".join(f"{term.per_parameter}{term.symbol}{divided}" for term in self.terms) or "0"
+        return " + ".join(f"{round(term.per_parameter, 2):g}{term.symbol}{divided}" for term in self.terms) or "0"
 
     def bytes(self, parameters: float) -> float:
         """Bytes on one rank for a model of so many parameters."""
@@ -125,7 +123,7 @@ def _host_terms(size: int, part: HostPart) -> list[list[Term]]:
     gradients = 0 if options.update_in_backward else size
     in_turn = size * (RING * options.update_in_backward + HIGH_HALVES * options.read_back)
     master = MASTER - 2 * options.read_back  # the upper half of a split master is read back from the device
-    moments = MOMENTS if options.moments is torch.float32 else MOMENTS // 2
+    moments = 2 * options.moment_bytes
     return [
         [Term(size * (fresh + resting), symbol, part.share)],
         [Term(gradients, symbol, part.share), Term(in_turn, "Ψ_unit", part.largest_unit)],

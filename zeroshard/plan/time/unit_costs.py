@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from ...config.offload import Offload
 from ..machine.profile import DEVICE_UPDATE_BYTES, Machine
 from ..setup import Setup
@@ -23,13 +21,13 @@ LOSS_BYTES = 28
 def host_update_bytes(offload: Offload, width: int, moments: int = 2) -> int:
     """Bytes of traffic in host memory for the update of one parameter.
 
-    >>> host_update_bytes(Offload(), 2), host_update_bytes(Offload(moments=torch.bfloat16, split_master=True), 2)
-    (28, 18)
+    >>> host_update_bytes(Offload(), 2), host_update_bytes(Offload(moments="8bit", split_master=True), 2)
+    (28, 14)
     """
     # The master is read and written. The upper half of a split master is the published parameter, which counts below.
     master = 6 if offload.split_master else 8
-    states = 2 * moments * (4 if offload.moments is torch.float32 else 2)
-    return master + states + (2 * width if width == 2 else width)
+    states = 2 * moments * offload.moment_bytes
+    return round(master + states + (2 * width if width == 2 else width))
 
 
 @dataclass(frozen=True)
