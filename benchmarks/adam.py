@@ -23,13 +23,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from zeroshard.offload.codes import TILE
 from zeroshard.offload.kernel import Pool, Segment
 from zeroshard.offload.library import Simd
 from zeroshard.offload.rules import AdamRule
@@ -82,15 +83,25 @@ def tensor(length: int, dtype: torch.dtype, value: float = 0.01) -> Tensor:
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def ours(moments: torch.dtype, split: bool = False) -> Callable[[int, Pool], Step]:
+def ours(moments: torch.dtype | Literal["8bit"], split: bool = False) -> Callable[[int, Pool], Step]:
     """Our kernel; the parameter goes over the gradient's slot, or is the master's upper half."""
 
     def build(length: int, pool: Pool) -> Step:
         gradient = tensor(length, torch.bfloat16)
         master = tensor(length, torch.int16, 0) if split else tensor(length, torch.float32)
         parameter = tensor(length, torch.bfloat16) if split else gradient
-        states = (tensor(length, moments), tensor(length, moments))
-        batch = pool.prepare([Segment(gradient, master, parameter, states, key=0, start=0)])
+        dtypes = (torch.int8, torch.uint8) if moments == "8bit" else (moments, moments)
+        tiles = -(-length // TILE)
+        segment = Segment(
+            gradient,
+            master,
+            parameter,
+            tuple(tensor(length, dtype, 0) for dtype in dtypes),
+            key=0,
+            start=0,
+            scales=tuple(tensor(tiles, torch.uint8, 0) for _ in dtypes) if moments == "8bit" else (),
+        )
+        batch = pool.prepare([segment])
         return lambda: pool.update([(batch, [RULE])], FACTOR)
 
     return build
@@ -163,6 +174,8 @@ CONTESTANTS = [
     Contestant("zeroshard, split master", ours(torch.float32, split=True), bytes=26),
     Contestant("zeroshard, 16-bit moments", ours(torch.bfloat16), bytes=20),
     Contestant("zeroshard, 16-bit moments, split master", ours(torch.bfloat16, split=True), bytes=18),
+    Contestant("zeroshard, 8-bit moments", ours("8bit"), bytes=16),
+    Contestant("zeroshard, 8-bit moments, split master", ours("8bit", split=True), bytes=14),
     Contestant("torch fused + casts", torch_fused, bytes=28 + 4 + 4 + 4),
     Contestant("deepspeed scale + CPUAdam + cast", deepspeed, bytes=28 + 10 + 4, needs="deepspeed"),
     Contestant("copy", copy, bytes=8, is_bandwidth=True),

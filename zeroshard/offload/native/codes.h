@@ -47,8 +47,8 @@ class Moment {
 
   Floats read(int64_t index) const { return load_as_floats<kind>(array_, index); }
 
-  // `rounded` are the bits of what `rounded` above returned for `x`.
-  void write(int64_t index, Floats, Words rounded) const {
+  // `rounded` is what the function above returned.
+  void write(int64_t index, Words rounded) const {
     if constexpr (kind == BF16) {
       narrow_high((uint16_t*)array_ + index, rounded);
     } else {
@@ -69,7 +69,7 @@ class Moment {
 //   POSITIVE_CODES  5 bits of exponent: 32 octaves below the largest element, then the smallest code. A second moment
 //                   that became 0 would make the update infinite, and one that is too large only makes it small.
 //
-// Code 0 is the number 0 alone. All numbers are bf16 numbers too.
+// All numbers are bf16 numbers too. Signed code 0 is the number 0.
 template <Kind kind>
 class Codes {
  public:
@@ -81,37 +81,41 @@ class Codes {
 
   Floats read(int64_t index) const {
     const Words code = widen_bytes(codes_ + (index - begin_));
-    const Words magnitude = code & LARGEST;
-    const Words number = (magnitude + base_) << LOST<kind> & (Words)(magnitude != 0);
-    return floats(kind == SIGNED_CODES ? number | (code & 0x80u) << 24 : number);
+    if constexpr (kind == POSITIVE_CODES) return floats((code + base_) << LOST<kind>);
+    const Words magnitude = code & LARGEST, number = (magnitude + base_) << LOST<kind>;
+    return floats((magnitude != 0 ? number : magnitude) | (code << 24 & SIGN));
   }
 
-  void write(int64_t index, Floats x, Words rounded) {
-    rounded &= (Words)(x != 0.0f);  // an exact 0 stays one
+  void write(int64_t index, Words rounded) {
     rounded_[(index - begin_) / LANES] = rounded;
-    const Words magnitude = rounded & 0x7FFFFFFFu;
+    const Words magnitude = kind == SIGNED_CODES ? rounded & ~SIGN : rounded;
     largest_ = magnitude > largest_ ? magnitude : largest_;
   }
 
   // Finds the scale, and writes the codes.
   void finish() {
     *scale_ = uint8_t(largest_lane(largest_) >> 23);
-    base_ = base(*scale_);
-    const Floats smallest = floats(Words{} + ((base_ + 1) << LOST<kind>));
+    const Words base = Words{} + Codes::base(*scale_);
+    const Floats smallest = floats((base + 1) << LOST<kind>) * 0x1p-31f;
+#pragma GCC unroll 4
     for (int vector = 0; vector < TILE / LANES; ++vector) {
-      const Words magnitude = rounded_[vector] & 0x7FFFFFFFu, upper = magnitude >> LOST<kind>;
-      Words least = (Words)(magnitude != 0) & 1u;
-      if constexpr (kind == SIGNED_CODES) {  // the bits that are lost are random
-        const Floats chance = __builtin_convertvector(magnitude & 0xFFFFFu, Floats) * 0x1p-20f;
-        least &= (Words)(floats(upper << LOST<kind>) > chance * smallest);
+      const Words rounded = rounded_[vector];
+      if constexpr (kind == POSITIVE_CODES) {
+        const Words upper = rounded >> LOST<kind>;
+        narrow_bytes(codes_ + vector * LANES, (upper > base ? upper : base) - base);
+      } else {
+        const Words magnitude = rounded & ~SIGN, upper = magnitude >> LOST<kind>;
+        // The lowest bits are random. They do not tell whether the number was rounded up: higher ones do.
+        const Floats chance = __builtin_convertvector((Integers)((rounded << 16) >> 1), Floats) * smallest;
+        const Words least = floats(magnitude) > chance ? Words{} + 1 : Words{};
+        narrow_bytes(codes_ + vector * LANES, (upper > base ? upper - base : least) | (rounded >> 24 & 0x80u));
       }
-      const Words code = upper > base_ ? upper - base_ : least;
-      narrow_bytes(codes_ + vector * LANES, kind == SIGNED_CODES ? code | (rounded_[vector] >> 24 & 0x80u) : code);
     }
   }
 
  private:
   static constexpr uint32_t LARGEST = kind == SIGNED_CODES ? 0x7F : 0xFF;
+  static constexpr uint32_t SIGN = 0x80000000u;
 
   // What is subtracted from the upper bits of a number. The largest element of a tile gets a code near LARGEST.
   static uint32_t base(uint8_t scale) {

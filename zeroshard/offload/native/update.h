@@ -54,6 +54,7 @@ void adam(const Arrays arrays, const Pass& pass, int64_t count) {
   for (int64_t begin = 0; begin < count; begin += Format::group) {
     Moment<first_kind> firsts(arrays, 0, begin);
     Moment<second_kind> seconds(arrays, 1, begin);
+#pragma GCC unroll 4
     for (int64_t index = begin; index < begin + Format::group; index += LANES) {
       Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
       Floats master = load_master<Format>(arrays, index) * rule.shrink;
@@ -83,8 +84,8 @@ void adam(const Arrays arrays, const Pass& pass, int64_t count) {
         rounded_first = rounded_or_cut<first_kind>(first, low);
         rounded_second = rounded_or_cut<second_kind>(second, high);
       }
-      firsts.write(index, first, rounded_first);
-      seconds.write(index, second, rounded_second);
+      firsts.write(index, rounded_first);
+      seconds.write(index, rounded_second);
       store_master<Format>(arrays, index, master);
     }
     firsts.finish();
@@ -102,6 +103,7 @@ void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
   const float factor = pass.factor;
   for (int64_t begin = 0; begin < count; begin += Format::group) {
     Moment<kind> momenta(arrays, 0, begin);
+#pragma GCC unroll 4
     for (int64_t index = begin; index < begin + Format::group; index += LANES) {
       Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
       Floats master = load_master<Format>(arrays, index);
@@ -113,7 +115,7 @@ void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
         buffer = canonical(buffer);
         Words random{};
         if constexpr (LOST<kind> > 0) random = dice.roll(pass.offset + index) & 0xFFFFu;
-        momenta.write(index, buffer, rounded_or_cut<kind>(buffer, random));
+        momenta.write(index, rounded_or_cut<kind>(buffer, random));
       }
       store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));
     }
