@@ -53,8 +53,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"host_fraction": True}, r"offload\.host_fraction=True"),
     ({"host_fraction": "half"}, r"offload\.host_fraction='half'"),
     ({"host_fraction": None}, r"offload\.host_fraction=None"),
-    ({"moments": torch.float16}, r"offload\.moments=torch\.float16 must be torch\.float32 or torch\.bfloat16"),
+    ({"moments": torch.float16}, r'offload\.moments=torch\.float16 must be torch\.float32, torch\.bfloat16 or "8bit"'),
     ({"moments": "bf16"}, r"offload\.moments='bf16' must be"),
+    ({"moments": "8-bit"}, r"offload\.moments='8-bit' must be .*\"8bit\""),
     ({"read_back": True}, r"offload\.read_back needs split_master=True"),
     ({"read_back": True, "split_master": True, "parameters": "cpu"}, r"offload\.read_back .*parameters=\"cpu\"; leave"),
     ({"read_back": True, "split_master": True, "delayed_update_after": 1}, r"offload\.read_back .*delayed.*leave one"),
@@ -74,7 +75,8 @@ BAD_TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"offload": "gpu"}, r"offload='gpu' must be \"cpu\", \"auto\", a zeroshard\.Offload, or None"),
     ({"offload": True}, r"offload=True must be"),
     ({"offload": {"fraction": 1}}, r"offload\.fraction is unknown \(did you mean 'host_fraction'\?\); known: "),
-    ({"offload": {"moments": "fp8"}}, r"offload\.moments='fp8' is unknown.*known: fp32, bf16"),
+    ({"offload": {"moments": "fp8"}}, r"offload\.moments='fp8' is unknown.*known: fp32, bf16, .*8bit"),
+    ({"offload": {"moments": "8bits"}}, r"offload\.moments='8bits' is unknown \(did you mean '8bit'\?\)"),
     ({"offload": {"moments": "fp16"}}, r"offload\.moments=torch\.float16"),
     ({"offload": Offload(split_master=True)}, r"offload\.split_master needs precision='bf16', not None"),
     (
@@ -147,7 +149,7 @@ def test_a_host_that_is_too_small_is_said_at_shard_with_the_numbers(stage: int) 
     needed = expected.host_memory.total
     message = (
         r"offload needs 11\.1 MB .*\(1\.59 MB of it pinned\), but 11\.1 MB are allowed by offload\.host_memory; "
-        r"use moments=torch\.bfloat16, .*update_in_backward=True.*host_fraction=.*add ranks"
+        r"use moments=torch\.bfloat16 or \"8bit\", update_in_backward=True.*host_fraction=.*add ranks"
     )
     with pytest.raises(ValueError, match=message):
         shard(model, stage=stage, precision="bf16", offload=Offload(host_memory=needed - 1))

@@ -131,7 +131,7 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
             available, source = max(0, needed.total - lacking), "available to another rank"
         raise ValueError(
             f"offload needs {size_text(needed.total)} of host memory a rank ({size_text(needed.pinned)} of it pinned), "
-            f"but {size_text(available)} are {source}; use moments=torch.bfloat16 or '8bit', update_in_backward=True, "
+            f'but {size_text(available)} are {source}; use moments=torch.bfloat16 or "8bit", update_in_backward=True, '
             "split_master=True with read_back=True, keep a part on the device with host_fraction=, or add ranks"
         )
 
