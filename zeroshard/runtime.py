@@ -130,15 +130,19 @@ class Runtime(NotCopyable):
         options = self.config.activations
         if options is None:
             return None
-        if options.checkpoint and len(self.units) == 1:
+        if options.recompute and len(self.units) == 1:
             raise ValueError(
-                "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
-                "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
+                "activations.recompute is about units, and the model has only the root unit; name its blocks with "
+                "units=, or call zeroshard.checkpoint in its forward and pass Activations(recompute=0, ...)"
             )
-        checkpoints = ActivationCheckpoints(options, self.fabric)
         # Whole blocks, also those that are several units: every recomputed module stores its inputs.
         blocks = find_units(self.model, chosen=self.config.units, max_unit_bytes=UNLIMITED)[1:]
-        checkpoints.attach(self.model, [(block.name, block.module) for block in blocks] if options.checkpoint else [])
+        chosen = options.recomputed([block.name for block in blocks])
+        checkpoints = ActivationCheckpoints(options, self.fabric)
+        checkpoints.attach(
+            self.model,
+            [(block.name, block.module) for block, is_recomputed in zip(blocks, chosen, strict=True) if is_recomputed],
+        )
         return checkpoints
 
     # -- parameters -----------------------------------------------------------------------------------------------
@@ -245,6 +249,8 @@ class Runtime(NotCopyable):
             skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
             loss_scale=None if self.scaler is None else self.scaler.scale,
             stop_reason=self.faults.stop_reason,
+            recomputed_blocks=0 if self.checkpoints is None else self.checkpoints.recomputed,
+            recompute_reason=None if self.checkpoints is None else self.checkpoints.reason,
         )
 
     @property

@@ -113,6 +113,12 @@ class Options(Section):
     accepted: ClassVar[str] = "a table of options"
     """What may be given for the whole set."""
 
+    def __new__(cls, *_: object, **given: object) -> Self:
+        for name in cls.gone:
+            if name in given:
+                raise TypeError(cls.gone[name])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         mistakes = examine(self)
         if mistakes:

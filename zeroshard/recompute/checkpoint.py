@@ -111,11 +111,16 @@ class ActivationCheckpoints:
         self._calls = 0
         self._compared: set[str] = set()
         self._warned = False
+        self.recomputed = 0
+        """How many blocks a forward recomputes."""
+        self.reason: str | None = None
+        """Why so many, if this was to be decided."""
 
     def attach(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
         """Recomputes the given blocks. ``zeroshard.checkpoint`` inside the model's forward saves its inputs here."""
         model.register_forward_pre_hook(Hook(self._begin), prepend=True)
         model.register_forward_hook(Hook(self._end), always_call=True)
+        self.recomputed = len(blocks)
         for name, module in blocks:
             module.forward = self._recomputed(name, module.forward)
 
@@ -126,7 +131,7 @@ class ActivationCheckpoints:
             if compat.in_backward():
                 raise RuntimeError(
                     f"{name!r} is recomputed by activations= and, around it, by the model's own checkpointing; turn "
-                    "that off (Hugging Face: gradient_checkpointing_disable()), or use Activations(checkpoint=False)"
+                    "that off (Hugging Face: gradient_checkpointing_disable()), or use Activations(recompute=0)"
                 )
             if kwargs.get("past_key_values") is not None:
                 raise RuntimeError(

@@ -39,7 +39,7 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
         world=shards,
         precision=cast(Any, names.get(dtype, "bf16")),
         masters=config.precision.keeps_master,
-        checkpointing=_checkpoints(model) or (config.activations is not None and config.activations.checkpoint),
+        checkpointing=_checkpoints(model) or (config.activations is not None and bool(config.activations.recompute)),
         moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
         **gathering(config),
     )
@@ -67,8 +67,8 @@ def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[Trace, str 
     if mesh_of(model) is not None:
         return plain, "which are not traced for a model with tensor parallelism"
     activations = config.activations
-    if activations is not None and not activations.checkpoint:
-        return plain, "which are not traced with activations= and activations.checkpoint=False"
+    if activations is not None and not activations.recompute:
+        return plain, "which are not traced with activations= and activations.recompute=0"
     if setup.precision not in DTYPES:
         return plain, f"which are not traced in {setup.precision}"
 
