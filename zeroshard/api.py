@@ -198,11 +198,16 @@ def _consult_plan(
         return config, None
     from .plan import foresee  # imported here, because it takes time and is needed once
 
-    room = foresee.least(fabric.gather_objects(foresee.room_of(model, fabric.device, fabric.local_ranks)))
+    room = foresee.room_of(
+        model, fabric.device, config, local_ranks=fabric.local_ranks, device_ranks=fabric.device_ranks
+    )
+    room = foresee.least(fabric.gather_objects(room))
     foresight = foresee.Foresight(model, optimizer, config, fabric.shards, room)
     advice = foresight.advise()
     if config.stage == "auto" or config.chooses_offload:
         advice = _of_this_rank(fabric.from_rank_zero(advice), config)
+    if advice.problem is not None:
+        raise ValueError(advice.problem)
     if fabric.rank == 0 and advice.chosen is not None:
         print(advice.chosen)
     if fabric.rank == 0 and advice.warning is not None:
@@ -213,7 +218,8 @@ def _consult_plan(
 
 def _of_this_rank(advice: Advice, config: Config) -> Advice:
     """Rank 0's advice, with the memory limits of this rank: each node may be a different machine."""
-    if advice.offload is None or config.offload is None:
+    asked = config.choice or config.offload
+    if advice.offload is None or asked is None:
         return advice
-    mine = {name: getattr(config.offload, name) for name in OF_ONE_RANK_OFFLOADING}
+    mine = {name: getattr(asked, name) for name in OF_ONE_RANK_OFFLOADING if hasattr(asked, name)}
     return replace(advice, offload=replace(advice.offload, **mine))

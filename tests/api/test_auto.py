@@ -18,7 +18,7 @@ from zeroshard.system import machine
 def foreseen_states(model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str) -> DeviceMemory:
     """What ``shard()`` expects between backward and step."""
     config = Config(stage=0, precision=precision)  # type: ignore[arg-type]
-    foreseen = Foresight(model, optimizer, config, 1, room_of(model, torch.device("cpu"), 1))
+    foreseen = Foresight(model, optimizer, config, 1, room_of(model, torch.device("cpu")))
     return foreseen.row(0, foreseen.fitting()[0].variant).budget.at_step
 
 

@@ -157,7 +157,7 @@ def options(zeroth: dict[str, Any], other: dict[str, Any]) -> Callable[[int], Gi
 DIFFERENT: list[tuple[Callable[[int], Given], str, str]] = [
     (options({"stage": 1}, {"stage": 2}), "stage=1", "stage=2"),
     (options({"precision": "bf16"}, {}), "precision=Precision(parameters=torch.bfloat16", "parameters=None"),
-    (options({"offload": "auto"}, {}), "chooses_offload=True", "chooses_offload=False"),
+    (options({"offload": "auto"}, {}), "offload=auto, allow=(), seed=0", "offload=None"),
     (options({"offload": "cpu"}, {"offload": Offload(seed=1)}), "offload.seed=0", "offload.seed=1"),
     (options({"offload": "cpu"}, {}), "offload.parameters='device'", "offload=None"),
     (options({"weights": "/a"}, {}), "weights=", "no weights="),

@@ -126,7 +126,7 @@ def test_forked_children_get_threads_of_their_own_and_programs_end() -> None:
 def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(machine, "cgroup_cores", lambda: None)
+    monkeypatch.setattr(machine.cgroups, "cores", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's, which is not about this
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -160,7 +160,7 @@ def test_more_ranks_than_cores_get_a_floating_thread_each(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("sixteen_cores")
 def test_threads_float_under_a_quota_and_where_they_outnumber_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores.share(20) == cores.Share(20, ())
-    monkeypatch.setattr(machine, "cgroup_cores", lambda: 4.5)
+    monkeypatch.setattr(machine.cgroups, "cores", lambda: 4.5)
     assert cores.share() == cores.Share(4, ())
 
 

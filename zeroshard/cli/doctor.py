@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ..offload.library import VARIABLE, Simd, choose
-from ..system import machine
+from ..system import cgroups, machine
 from ..system.cores import share
+from ..system.device import available_memory
 from ..system.machine import Amx
 
 HELP = "explain this machine: cores, memory, torch, GPUs, backends, host optimizer, AMX, and what to do"
@@ -69,11 +70,12 @@ def findings() -> Iterator[Finding]:
 def _host() -> Iterator[Finding]:
     cpu = machine.Cpu.parse(machine.read_cpuinfo())
     yield Finding("machine", f"{platform.system()} {platform.release()} {platform.machine()}, {cpu.model}")
-    cores, usable, quota = os.cpu_count() or 1, machine.usable_cores(), machine.cgroup_cores()
+    cores, usable, quota = os.cpu_count() or 1, machine.usable_cores(), cgroups.cores()
     why = f", the container's quota is {quota:g}" if quota is not None else ""
     alone = "`zeroshard train` runs one rank here; --ranks 2 works too, and shares the core" if usable < 2 else ""
     yield Finding("cores", f"{usable} of {cores} usable{why}", alone)
-    yield Finding("memory", f"{machine.usable_memory() / 1e9:.1f} GB usable")
+    usable_memory, free_memory = machine.usable_memory() / 1e9, machine.available_memory() / 1e9
+    yield Finding("memory", f"{usable_memory:.1f} GB usable, {free_memory:.1f} GB of it free now")
     yield _host_name()
 
 
@@ -101,7 +103,10 @@ def _gpus() -> Iterator[Finding]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            yield Finding(f"gpu {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB")
+            free = available_memory(torch.device("cuda", index)) / 2**30
+            yield Finding(
+                f"gpu {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {free:.0f} GiB free now"
+            )
     elif shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
         remedy = (
             "compare the driver that `nvidia-smi` shows with the CUDA version above"

@@ -4,7 +4,7 @@ import argparse
 
 from ..config.checks import DTYPES
 from ..config.job import DEFAULT_PRESET, NONE, OFFLOAD_TO_HOST, parse_override
-from ..config.options import AUTO
+from ..config.offload import AUTO
 
 SHORT_FOR = {
     "stage": "shard.stage",

@@ -21,7 +21,7 @@ from ..config.options import Config
 from ..system import compat
 from .fabric import DisagreementError, Fabric
 
-OF_ONE_RANK = ("device", "mesh", "weights", "example", "offload", "init")
+OF_ONE_RANK = ("device", "mesh", "weights", "example", "offload", "choice", "init")
 """Options that are not compared as they are. ``_facts_of_options`` picks the parts of them that must agree."""
 OF_ONE_RANK_OFFLOADING = ("threads", "host_memory", "device_memory")
 """Options of ``Offload`` that are not compared, because results do not depend on them."""
@@ -72,7 +72,9 @@ def _facts_of_options(config: Config, device: torch.device) -> Iterator[str]:
     for option in fields(config):
         if option.name not in OF_ONE_RANK:
             yield f"{option.name}={getattr(config, option.name)!r}"
-    if config.offload is None:
+    if config.choice is not None:
+        yield f"offload=auto, allow={config.choice.allow!r}, seed={config.choice.seed}"
+    elif config.offload is None:
         yield "offload=None"
     else:
         for option in fields(Offload):

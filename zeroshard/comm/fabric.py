@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.bounds import MESSAGE_BYTES
 from ..system import compat, machine
+from ..system.device import identity
 from .exchange import DisagreementError as DisagreementError  # other rooms know this file alone
 from .exchange import Exchange
 from .grid import Grid, grid
@@ -106,6 +107,8 @@ class Fabric:
         """Which part of the data is this rank's. The ranks of one tensor-parallel group have the same part."""
         self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         """How many ranks share this host: all, unless torchrun says otherwise."""
+        self.device_ranks = self._count_device_ranks()
+        """How many ranks share this rank's device, and so its memory. On CPUs these are the ranks of this host."""
         warn_of_gloo(self.backend, device, self.model.world)
         self.meeting = self._new_meeting()
         """Where the ranks that share states meet before a collective that perhaps not all of them make."""
@@ -130,6 +133,12 @@ class Fabric:
         address = machine.address_for_ranks()
         group = compat.host_messages(f"zeroshard/exchange/{name}", self.rank, self.world, address, self._patience)
         return Exchange(group, self.rank, self.world, self.stall_timeout, self.watchdog)
+
+    def _count_device_ranks(self) -> int:
+        if self.device.type != "cuda":
+            return self.local_ranks
+        mine = identity(self.device)
+        return 1 if self._alone else self.gather_objects(mine).count(mine)
 
     def _new_meeting(self) -> Meeting:
         group = self.gathers.group

@@ -21,6 +21,7 @@ import torch
 from ..system.parse import LARGEST_TOML, parse_toml, read_start
 from ..system.words import quoted, word
 from .checks import DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table, unsigned
+from .offload import AUTO
 from .options import Config, Precision
 
 DEFAULT_PRESET: Final = "stdlib-10m"
@@ -235,8 +236,8 @@ def _table_at(tables: dict[str, object], names: Iterable[str]) -> dict[str, obje
     here = tables
     for name in names:
         inner = here.setdefault(name, {})
-        if (name, inner) == ("offload", OFFLOAD_TO_HOST):
-            inner = here[name] = {}
+        if name == "offload" and inner in (OFFLOAD_TO_HOST, AUTO):
+            inner = here[name] = {} if inner == OFFLOAD_TO_HOST else {"allow": []}
         if not isinstance(inner, dict):
             return None
         here = inner

@@ -5,20 +5,25 @@ Conflicts with other options of ``shard()`` are listed by ``Config`` in ``option
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 import torch
 
 from ..system.cores import MOST_THREADS
-from .checks import Mistake, Options, must, unsigned, whole
+from .checks import Mistake, Options, list_of, must, unsigned, whole
 from .layout import ALIGNMENT
+
+AUTO: Literal["auto"] = "auto"
+ALLOWANCES = ("moments", "update_in_backward", "delayed_update_after")
+"""The options that change results, or what a training loop may do."""
 
 _fraction = must('be a number from 0 to 1, or "auto"', lambda value: value == "auto" or 0 <= value <= 1)
 _moments = must(
     'be torch.float32, torch.bfloat16 or "8bit"', lambda value: value in (torch.float32, torch.bfloat16, "8bit")
 )
+_allowances = must(f"name only {', '.join(ALLOWANCES)}", lambda names: set(names) <= set(ALLOWANCES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class Offload(Options):
     """
 
     path = "offload."
-    accepted = '"cpu", "auto", a zeroshard.Offload, or None'
+    accepted = '"cpu", "auto", a zeroshard.Offload, zeroshard.Offload.auto(...), or None'
 
     parameters: Literal["device", "cpu"] = "device"
     """Stage 3: with "cpu" the parameters' shards rest in host memory too. A unit comes to the device when needed."""
@@ -93,8 +98,24 @@ class Offload(Options):
 
     @classmethod
     def parse(cls, value: object) -> Self | None:
-        """The offload that a value stands for: "cpu" is an offload with all defaults."""
+        """The offload that a value stands for: "cpu" has all defaults, "auto" or a table with ``allow`` is a choice."""
+        if isinstance(value, OffloadChoice):
+            return cast(Self, value)  # ``Config`` takes the choice out at once
+        if value == AUTO or (isinstance(value, Mapping) and "allow" in value):
+            return cast(Self, OffloadChoice.parse({} if value == AUTO else value))
         return cls() if value == "cpu" else super().parse(value)
+
+    @staticmethod
+    def auto(allow: Sequence[str] = (), **limits: Any) -> OffloadChoice:
+        """``offload="auto"``, and what it may change beyond places: names of options of ``Offload``.
+
+        ``allow`` names "moments", "update_in_backward" or "delayed_update_after". Without a name, results and the
+        training loop stay as they are. ``threads``, ``host_memory`` and ``seed`` are limits, as in ``Offload``.
+
+        >>> Offload.auto(allow=("moments",), host_memory=64 << 30).allow
+        ('moments',)
+        """
+        return cast(OffloadChoice, OffloadChoice.parse({"allow": allow, **limits}))
 
     def conflicts(self) -> Iterator[Mistake]:
         fraction, delayed = self.host_fraction, self.delayed_update_after is not None
@@ -145,3 +166,34 @@ class Offload(Options):
                 "offload.update_in_backward and delayed_update_after exclude each other; leave one out (with clipping "
                 "or accumulation: update_in_backward)",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadChoice(Options):
+    """What ``offload="auto"`` may choose from, and the limits of what it chooses."""
+
+    path = "offload."
+    unknown = "offload.{name} is not given with allow=, by which auto chooses{nearest}; known: {known}"
+
+    allow: Annotated[
+        tuple[str, ...],
+        list_of("names of options", str),
+        _allowances,
+    ] = ()
+    """Options that may change results or the loop: "moments", "update_in_backward", "delayed_update_after"."""
+    threads: Annotated[int | None, whole(least=1, most=MOST_THREADS)] = None
+    host_memory: Annotated[int | None, whole(least=1)] = None
+    seed: Annotated[int, unsigned] = 0
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The options that every chosen ``Offload`` has."""
+        return {"threads": self.threads, "host_memory": self.host_memory, "seed": self.seed}
+
+    def __str__(self) -> str:
+        """The argument of ``shard()``."""
+        given = [f"{name}={value}" for name, value in self.limits.items() if value]
+        if self.allow:
+            names = ", ".join(f'"{name}"' for name in self.allow)
+            given.insert(0, f"allow=({names}{',' * (len(self.allow) == 1)})")
+        return f"offload=zeroshard.Offload.auto({', '.join(given)})" if given else 'offload="auto"'

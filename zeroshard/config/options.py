@@ -26,11 +26,10 @@ from .checks import (
     unknown_dtype,
     whole,
 )
-from .offload import Offload
+from .offload import AUTO, Offload, OffloadChoice
 
 STAGE_3_ONLY = ("keep", "prefetch", "reads")
 EMPTY: Literal["empty"] = "empty"
-AUTO: Literal["auto"] = "auto"
 LONGEST_STALL = 365.0 * 24 * 3600
 
 _stage = must('be 0, 1, 2, 3 or "auto"', lambda value: value in (0, 1, 2, 3, AUTO))
@@ -249,7 +248,8 @@ class Config(Options):
     offload: Offload | None = None
     """Where optimizer states and gradients live: None for the device, "cpu" or an ``Offload`` for host memory.
 
-    "auto" takes the fastest placement that fits by the plan and changes no result, and prints it.
+    "auto" takes the fastest placement that fits by the plan, and prints it. It changes no result and nothing that a
+    training loop may do; ``Offload.auto(allow=...)`` names what it may change, too.
     """
     precision: Precision = field(default_factory=Precision)
     """Dtypes: "fp32", "bf16", "fp16" or a ``Precision``. None leaves each parameter in its own dtype."""
@@ -319,14 +319,19 @@ class Config(Options):
 
     With an example the plan that ``shard()`` consults counts activations and foresees times.
     """
-    chooses_offload: bool = field(default=False, init=False)
-    """Whether ``offload="auto"`` was asked for. ``shard()`` then sets ``offload`` to its choice."""
+    choice: OffloadChoice | None = field(default=None, init=False)
+    """From what to choose, if ``offload="auto"`` was asked for. ``shard()`` then sets ``offload`` to its choice."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.offload, str) and self.offload == AUTO:
-            object.__setattr__(self, "chooses_offload", True)
-            object.__setattr__(self, "offload", None)
         super().__post_init__()
+        if isinstance(self.offload, OffloadChoice):
+            object.__setattr__(self, "choice", self.offload)
+            object.__setattr__(self, "offload", None)
+
+    @property
+    def chooses_offload(self) -> bool:
+        """Whether ``offload="auto"`` was asked for, with or without more."""
+        return self.choice is not None
 
     @property
     def units_ahead(self) -> int:
@@ -348,7 +353,7 @@ class Config(Options):
             yield Mistake(("mesh", "stage"), "mesh has no effect in stage 0, where nothing is divided; leave it out")
         if self.weights is not None and self.init == EMPTY:
             yield Mistake(("init", "weights"), f"init={EMPTY!r} and weights= exclude each other; leave one out")
-        if self.offload is not None:
+        if isinstance(self.offload, Offload):
             yield from self._conflicts_with_offload(self.offload)
 
     def _outside_stage_3(self, name: str, value: object) -> Iterator[Mistake]:

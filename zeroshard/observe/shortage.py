@@ -17,6 +17,7 @@ from torch import nn
 
 from ..states.unit import Unit
 from ..system import compat
+from ..system.device import available_memory
 from ..system.hook import Hook
 from ..system.sizes import size_text
 from .ledger import Ledger, Memory
@@ -96,7 +97,7 @@ class Answer:
             return "Which setting would fit was not planned: this was a dry run."
         capacity = None
         if self.device.type == "cuda":
-            capacity = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+            capacity = available_memory(self.device) + torch.cuda.memory_allocated(self.device)
         return self.suggest(capacity, others)
 
 
@@ -119,6 +120,7 @@ def _allocator(device: torch.device, known: int) -> tuple[list[str], int]:
     """Lines about torch's allocator, and how many bytes it has allocated beyond the ledger's ``known`` bytes."""
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     free, whole = torch.cuda.mem_get_info(device)
+    usable = available_memory(device)
     others = max(0, allocated - known)
     lines = [
         f"  all else that torch had allocated {size_text(others)}: "
@@ -126,6 +128,8 @@ def _allocator(device: torch.device, known: int) -> tuple[list[str], int]:
         f"  allocated {size_text(allocated)}, reserved {size_text(reserved)}, "
         f"and {size_text(free)} of {size_text(whole)} free",
     ]
+    if usable < free:
+        lines.append(f"  set_per_process_memory_fraction leaves {size_text(usable)} to this process")
     if reserved - allocated > FRAGMENTED * reserved:
         lines.append(
             f"  {size_text(reserved - allocated)} were reserved and in no piece large enough; "

@@ -25,6 +25,8 @@ from ..config.optimizers import NOT_NEGATIVE
 from .codes import TILE, CodedMoment, encode
 from .pinned import HostBlock, aligned
 
+SLICE = 16 << 20
+"""Elements that are rounded or divided into halves at a time. Bounds the memory of temporaries."""
 SCALES = ".scales"
 """Ends the name of the buffer with a moment's scales."""
 
@@ -132,7 +134,11 @@ class HostBuffers:
 
     def store(self, values: Tensor) -> None:
         """Takes fp32 values for the master, or for the low half of a split master."""
-        self.stored.copy_(remainder(values) if self.split else values)
+        if not self.split:
+            self.stored.copy_(values)
+            return
+        for target, part_of_values in zip(self.stored.split(SLICE), values.split(SLICE), strict=True):
+            target.copy_(remainder(part_of_values))
 
     def output(self, gradient: Tensor) -> Tensor:
         """Where an update with this gradient writes the new parameters. Not for a high half that is read back."""
@@ -181,7 +187,12 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
 
     Half away from zero makes a split master exact: the bf16 value and a 16-bit remainder give the same fp32 bits again.
     """
-    return _high(values).to(torch.int16).view(torch.bfloat16) if dtype is torch.bfloat16 else values.to(dtype)
+    if dtype is not torch.bfloat16:
+        return values.to(dtype)
+    rounded = torch.empty_like(values, dtype=torch.int16)
+    for target, part_of_values in zip(rounded.split(SLICE), values.split(SLICE), strict=True):
+        target.copy_(_high(part_of_values))
+    return rounded.view(torch.bfloat16)
 
 
 def remainder(values: Tensor) -> Tensor:

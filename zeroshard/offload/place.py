@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from ..comm.fabric import Fabric
+from ..comm.parallel import local
 from ..config.offload import Offload
 from ..config.options import Config
 from ..states.flat import Flat
 from ..states.turns import Turns
 from ..states.unit import Unit
 from ..system import compat, machine
+from ..system.device import available_memory
 from ..system.sizes import size_text
 from .home import HostHome
 from .host_buffers import HostBuffers
@@ -72,11 +74,12 @@ def _allocate(pipeline: Pipeline, fabric: Fabric) -> None:
         raise problem or ValueError("offload: another rank could not pin its host memory; its message says why")
 
 
-def room_for_states(device: torch.device, local_ranks: int) -> int:
-    """Bytes of the device that host_fraction="auto" uses for states if ``device_memory`` is not given."""
-    if device.type == "cuda":
-        return int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(DEVICE_SHARE * machine.available_memory()) // local_ranks
+def room_for_states(device: torch.device, sharing: int, movable: int = 0) -> int:
+    """Bytes of the device that host_fraction="auto" uses for states if ``device_memory`` is not given.
+
+    ``sharing``: ranks on this device. ``movable``: bytes of it that parameters have which will move into flats.
+    """
+    return int(DEVICE_SHARE * (available_memory(device, sharing) + movable))
 
 
 def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]:
@@ -84,10 +87,11 @@ def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]
     sizes = [sum(flat.own.numel for flat in unit.trainable_flats) for unit in units]
     if options.host_fraction != "auto":
         return stay_on_device(sizes, options.host_fraction)
+    flats = [flat for unit in units for flat in unit.flats]
     budget = options.device_memory
     if budget is None:
-        budget = room_for_states(fabric.device, fabric.local_ranks)
-    flats = [flat for unit in units for flat in unit.flats]
+        movable = sum(local(p).nbytes for flat in flats for p in flat.parameters if p.device == fabric.device)
+        budget = room_for_states(fabric.device, fabric.device_ranks, movable)
     at_rest = sum(flat.at_rest.numel * flat.dtype.itemsize for flat in flats)
     widest = max(flat.dtype.itemsize for flat in flats)
     masters = 4 if any(flat.master_dtype is not flat.dtype for flat in flats) else 0

@@ -23,6 +23,8 @@ from .time.step_time import StepTime, step_span, step_time
 from .volume import Volume, volume
 
 LARGEST_BATCH = 1 << 20
+MOMENTS: tuple[torch.dtype | Literal["8bit"], ...] = (torch.float32, torch.bfloat16, "8bit")
+"""How moments may be stored, from what changes results least."""
 AS_FAST = 0.95
 """A row with at least this share of the best speed counts as equally fast, because predictions are not more exact. Of
 equally fast rows the one that changes least is taken."""
@@ -149,7 +151,18 @@ def recommend(rows: Sequence[Row]) -> Row | None:
         return None
     speeds = [row.tokens_a_second or 0.0 for row in fitting]
     as_fast = [row for row, speed in zip(fitting, speeds, strict=True) if speed >= AS_FAST * max(speeds)]
-    return min(as_fast, key=lambda row: (row.setup.offload is not None, row.setup.stage))
+    return min(as_fast, key=change)
+
+
+def change(row: Row) -> tuple[float, ...]:
+    """How much a setting changes for the user, as a key to sort by: results, then the loop, then where things are."""
+    offload = row.setup.offload
+    if offload is None:
+        return (False, row.setup.stage)
+    changed = (offload.delayed_update_after is not None, offload.update_in_backward, MOMENTS.index(offload.moments))
+    fraction = 0.0 if offload.host_fraction == "auto" else offload.host_fraction
+    places = (offload.parameters == "cpu", offload.read_back, offload.split_master, fraction)
+    return (True, *changed, row.setup.stage, *places)
 
 
 def largest_with_room(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..api import shard, stats
 from ..comm.traffic import Traffic
 from ..config.offload import Offload
-from ..config.options import AUTO, Config
+from ..config.options import Config
 from ..observe.ledger import Memory
 from ..offload.place import room_for_states
 from ..runtime import Runtime, runtime_of
@@ -98,9 +98,10 @@ def dry_run(
         raise ValueError(f"rank={rank} does not exist in a world of {world}")
     if world % tensor_parallel:
         raise ValueError(f"tensor parallelism of {tensor_parallel} does not divide a world of {world}")
-    if options.get("offload") == AUTO:
+    config = Config.parse(options)
+    if config.chooses_offload:
         raise ValueError('offload="auto" is chosen where a job starts; name one to run it dry')
-    offload = _as_run(Config.parse(options).offload, world, real)
+    offload = _as_run(config.offload, world, real)
     options["offload"] = offload
     with compat.one_rank_of(world, rank):
         if parallelise is not None and tensor_parallel > 1:
@@ -122,7 +123,7 @@ def _as_run(offload: Offload | None, world: int, real: bool) -> Offload | None:
         offload = replace(offload, delayed_update_after=min(offload.delayed_update_after, DELAYED_AFTER))
     if offload.host_fraction == "auto" and offload.device_memory is None:
         device = torch.device("cuda" if real else "cpu")
-        offload = replace(offload, device_memory=room_for_states(device, local_ranks=world))
+        offload = replace(offload, device_memory=room_for_states(device, 1 if real else world))
     return offload
 
 

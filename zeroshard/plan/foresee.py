@@ -7,6 +7,7 @@ if the user gives an example input. Every message says what was not counted.
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
@@ -15,20 +16,26 @@ import torch
 from torch import nn
 
 from ..comm.parallel import local
-from ..config.offload import Offload
+from ..config.offload import Offload, OffloadChoice
 from ..config.options import Config
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
+from ..offload.place import DEVICE_SHARE
 from ..system import machine as facts
+from ..system.device import available_memory
 from ..system.sizes import size_text
-from .advice import Row, Variant, recommend, variants
+from .advice import Row, Variant, change, recommend, variants
+from .candidates import SAVES_MEMORY, more_allowed, offloads, title, used
 from .command import shard_options
 from .machine.hardware import Hardware, profile_of
 from .memory.device_memory import KIND_TITLES, DeviceMemory
 from .memory.model_states import STATES_SHARE
-from .model.module import examine, has_kernel, setup_of
+from .model.module import examine, first_values, has_kernel, setup_of
 from .model.tracer import samples_of, tokens_of
 
+SPARE = 0.05
+"""The part of the host's memory that an offload leaves free, and of the device's if "auto" fills it with states. A plan
+is not exact, and a process needs more on the host than states."""
 SUGGESTED = 3
 """The largest number of settings that a message suggests."""
 
@@ -46,16 +53,28 @@ class Room(NamedTuple):
     """True if ranks compute in host memory."""
 
 
-def room_of(model: nn.Module, device: torch.device, local_ranks: int) -> Room:
-    """The room of this rank. Parameters that are already on the device will move, so their memory counts as free."""
-    title = facts.device_title(device)
-    if device.type != "cuda":
-        share = facts.usable_memory() // local_ranks
-        return Room(share, share, local_ranks, title, on_cpu=True)
+def room_of(
+    model: nn.Module,
+    device: torch.device,
+    config: Config | None = None,
+    *,
+    local_ranks: int = 1,
+    device_ranks: int = 1,
+) -> Room:
+    """The room of this rank. Parameters that are already on the device will move, so their memory counts as free.
+
+    ``local_ranks`` share the host, ``device_ranks`` the device. The options may limit the host memory of a rank.
+    """
+    limits = None if config is None else config.choice or config.offload
     movable = sum(local(parameter).nbytes for parameter in model.parameters() if parameter.device == device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0]
-    return Room(free + cached + movable, facts.available_memory() // local_ranks, local_ranks, title)
+    free, title = available_memory(device, device_ranks) + movable, facts.device_title(device)
+    if device.type != "cuda":
+        share = min(free, facts.usable_memory() // local_ranks)
+        return Room(share, share, local_ranks, title, on_cpu=True)
+    host = facts.available_memory() // local_ranks
+    if limits is not None and limits.host_memory is not None:
+        host = min(host, limits.host_memory)
+    return Room(free, host, local_ranks, title)
 
 
 def least(rooms: Sequence[Room]) -> Room:
@@ -75,6 +94,8 @@ class Advice:
     """The reason, if "auto" was to be decided."""
     warning: str | None = None
     """What does not fit, if something does not."""
+    problem: str | None = None
+    """Why "auto" has nothing to choose. ``shard()`` raises it."""
 
 
 class Foresight:
@@ -84,7 +105,10 @@ class Foresight:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, shards: int, room: Room
     ) -> None:
         self.config, self.shards, self.room = config, shards, room
-        self._setup = setup_of(model, optimizer, config, shards)
+        self._setup = replace(
+            setup_of(model, optimizer, config, shards),
+            first_values=first_values(model, config, "cpu" if room.on_cpu else "cuda"),
+        )
         self._model, self.activations = examine(model, config, self._setup)
         if self.counts_activations:
             self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=config.activations)
@@ -109,9 +133,15 @@ class Foresight:
         return Row(variant, self._model, setup, self.hardware)
 
     def fits(self, row: Row) -> bool:
-        """True if the row fits. If activations are not counted, model states must also leave room for them."""
-        share = 1.0 if self.counts_activations else STATES_SHARE
-        return row.fits and row.budget.at_step.model_states <= share * self.room.device
+        """True if the row fits, with some host memory to spare.
+
+        If activations are not counted, model states must also leave room for them.
+        """
+        spare = 0 if self.room.on_cpu or row.setup.offload is None else SPARE * self.room.host
+        return row.fits and row.host_room >= spare and self._leaves_room(row, STATES_SHARE)
+
+    def _leaves_room(self, row: Row, share: float) -> bool:
+        return self.counts_activations or row.budget.at_step.model_states <= share * self.room.device
 
     # -- what was asked for ---------------------------------------------------------------------------------------
 
@@ -122,22 +152,40 @@ class Foresight:
             row = self.row(config.stage, Variant(name_of(config.offload), config.offload))
             warning = None if row.fits else self.refusal(row)
             return Advice(cast(Any, config.stage), config.offload, warning=warning)
-        rows = list(self._candidates())
+        rows = list(self._candidates(config.choice, config.stage))
         best = recommend([row for row in rows if self.fits(row)])
-        taken = best or max(rows, key=_shortest_room)
-        warning = None if taken.fits else self.refusal(taken)
-        reason = self._reason(taken, best is not None, rows)
-        return Advice(cast(Any, taken.setup.stage), taken.setup.offload, reason, warning)
+        taken = best or max(rows, key=lambda row: (row.fits, _shortest_room(row)))
+        stage, offload = cast(Any, taken.setup.stage), taken.setup.offload
+        if not taken.fits:
+            return Advice(stage, offload, problem=self.problem(taken))
+        return Advice(stage, offload, self._reason(taken, best is not None, rows))
 
-    def _candidates(self) -> Iterator[Row]:
-        """The settings that "auto" may choose. None of them changes results or restricts the training loop."""
-        config = self.config
-        stages = range(4) if config.stage == "auto" else [config.stage]
-        for stage in stages:
-            for variant in self._ways(stage) if config.chooses_offload else [_given(config.offload)]:
-                given = config.stage != "auto"
-                if (given or self._worthwhile(stage, variant)) and self._allowed(stage, variant):
-                    yield self.row(stage, variant)
+    def _candidates(self, choice: OffloadChoice | None, asked: int | str) -> Iterator[Row]:
+        """The settings that "auto" may choose. By default none changes results or restricts the training loop."""
+        for stage in range(4) if isinstance(asked, str) else [asked]:
+            for variant in self._ways(stage, choice) if choice is not None else [_given(self.config.offload)]:
+                if (asked == stage or self._worthwhile(stage, variant)) and self._allowed(stage, variant):
+                    row = self.row(stage, variant)
+                    yield row
+                    yield from self._partial(row) if choice is not None else ()
+
+    def _partial(self, row: Row) -> Iterator[Row]:
+        """The same setting with as many states on the device as there is room for, if there is room for some."""
+        offload = row.setup.offload
+        if offload is None or offload.parameters == "cpu" or offload.delayed_update_after is not None:
+            return
+
+        def on_host(percent: int) -> Row:
+            less = replace(offload, host_fraction=percent / 100)
+            return self.row(row.setup.stage, Variant(title(less), less))
+
+        def has_room(percent: int) -> bool:
+            found = on_host(percent)
+            return found.room >= SPARE * self.room.device and self._leaves_room(found, DEVICE_SHARE)
+
+        percent = bisect_left(range(1, 100), True, key=has_room) + 1
+        if percent < 100:
+            yield on_host(percent)
 
     def _worthwhile(self, stage: int, variant: Variant) -> bool:
         """True if the offload is useful in this stage: first divide, then offload (ZeRO-Offload, 4.2).
@@ -148,15 +196,11 @@ class Foresight:
             return True
         return stage >= 2 if self.shards > 1 else stage == 0 or variant.offload.parameters == "cpu"
 
-    def _ways(self, stage: int) -> Iterator[Variant]:
+    def _ways(self, stage: int, choice: OffloadChoice) -> Iterator[Variant]:
         yield Variant("none", None)
-        if self.room.on_cpu or not self._offloads:
-            return
-        yield Variant("cpu", Offload())
-        if choose_kernel().simd is not Simd.TORCH:
-            yield Variant("cpu, split master", Offload(split_master=True))
-        if stage == 3:
-            yield Variant("cpu, parameters too", Offload(parameters="cpu"))
+        if not self.room.on_cpu and self._offloads:
+            native = choose_kernel().simd is not Simd.TORCH
+            yield from offloads(choice, stage, native=native, halves=self._setup.precision == "bf16")
 
     def _allowed(self, stage: int, variant: Variant) -> bool:
         """True if the other options allow this stage and offload."""
@@ -167,12 +211,20 @@ class Foresight:
         return variant.offload is None or self._setup.master_width > 0 or self._setup.precision == "fp32"
 
     def fitting(self) -> list[Row]:
-        """Settings that would fit; those that change least come first."""
-        rows = []
-        for stage in range(4):
-            ways = variants(stage, self._setup, self.hardware) if self._offloads else [Variant("none", None)]
-            rows += [self.row(stage, way) for way in ways if self._worthwhile(stage, way) and self._allowed(stage, way)]
-        return sorted((row for row in rows if self.fits(row)), key=_change)
+        """Settings that would fit; those that change least come first. Unusual ones only if no other fits."""
+        usual = [
+            self.row(stage, way)
+            for stage in range(4)
+            for way in (variants(stage, self._setup, self.hardware) if self._offloads else [Variant("none", None)])
+            if self._worthwhile(stage, way) and self._allowed(stage, way)
+        ]
+        found = [row for row in usual if self.fits(row)] or [row for row in self._everything() if self.fits(row)]
+        return sorted(found, key=change)
+
+    def _everything(self) -> Iterator[Row]:
+        """All settings that save memory, whatever they change."""
+        limits = OffloadChoice() if self.config.choice is None else self.config.choice
+        return self._candidates(replace(limits, allow=SAVES_MEMORY), "auto")
 
     def instead(self, stage: int, offload: Offload | None, capacity: int | None, other: int) -> str:
         """Suggests settings that fit, after memory has run out in one.
@@ -195,27 +247,44 @@ class Foresight:
 
     def refusal(self, row: Row) -> str:
         """Says why a row cannot fit, with sizes by kind, and what would fit."""
-        lacks, needs = [], row.budget
+        lacks = ", and ".join(self._lacks(row, by_kind(row.budget.peak)))
+        told = f"stage {row.setup.stage}, offload {row.variant.name} will not fit: a rank needs {lacks}."
+        return f"{told} {self.counted()} {self.suggestion(self.fitting())}"
+
+    def _lacks(self, row: Row, kinds: str = "") -> Iterator[str]:
+        """What a row needs and does not get."""
+        needs, place = row.budget, "memory" if self.room.on_cpu else "device memory"
         if row.room < 0:
-            lacks.append(
-                f"at least {size_text(needs.peak.total)} of {'memory' if self.room.on_cpu else 'device memory'} in "
-                f"{needs.phase.value} ({by_kind(needs.peak)}), and {size_text(self.room.device)} are there"
-            )
+            least = f"at least {size_text(needs.peak.total)} of {place} in {needs.phase.value}"
+            yield f"{least}{f' ({kinds})' if kinds else ''}, and {size_text(self.room.device)} are there"
         if row.host_room < 0:
-            lacks.append(
-                f"{size_text(needs.host.total)} of host memory ({size_text(needs.host.pinned)} of it pinned), and "
-                f"{size_text(self.room.host)} are there for it"
-            )
-        return (
-            f"stage {row.setup.stage}, offload {row.variant.name} will not fit: a rank needs {', and '.join(lacks)}. "
-            f"{self.counted()} {self.suggestion(self.fitting())}"
+            pinned = f" ({size_text(needs.host.pinned)} of it pinned)" if kinds else ""
+            there = f"{size_text(self.room.host)} are there for it"
+            yield f"{size_text(needs.host.total)} of host memory{pinned}, and {there}"
+
+    def problem(self, nearest: Row) -> str:
+        """Says that nothing that "auto" may choose fits, and which call would fit."""
+        lacks = ", and ".join(self._lacks(nearest, by_kind(nearest.budget.peak)))
+        told = (
+            f'nothing that "auto" may choose fits here. Nearest comes stage {nearest.setup.stage}, offload '
+            f"{nearest.variant.name}, but a rank then needs {lacks}. {self.counted()}"
         )
+        for choice in more_allowed(self.config.choice) if self.config.choice is not None else ():
+            best = recommend([row for row in self._candidates(choice, self.config.stage) if self.fits(row)])
+            if best is not None:
+                return (
+                    f"{told} This would fit: {choice} (stage {best.setup.stage}, offload {best.variant.name}: "
+                    f"{_size(best)}). It changes results or what the training loop may do; see zeroshard.Offload."
+                )
+        return f"{told} {self.suggestion(self.fitting())}"
 
     def suggestion(self, rows: Sequence[Row]) -> str:
         """Names the first rows that fit."""
         if not rows:
             more = "more ranks, a smaller batch or activation checkpointing"
-            return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}."
+            least = max(self._everything(), key=_shortest_room)
+            named = f"{', '.join(shard_options(least.setup))} ({_size(least)})"
+            return f"No stage or offload would fit on {self.shards} rank(s): nearest comes {named}. It takes {more}."
         named = "; ".join(f"{', '.join(shard_options(row.setup))} ({_size(row)})" for row in rows[:SUGGESTED])
         return f"What would fit: {named}."
 
@@ -242,15 +311,32 @@ class Foresight:
             if not self.config.chooses_offload and len(stages) > 1:
                 verdict = "the lowest that fits"
         share = "" if self.counts_activations else f", {STATES_SHARE:.0%} of it for model states"
+        plain = [row for row in rows if row is taken or _is_plain(row)]
         sizes = ", ".join(
             f"{_name(row, self.config)}: {size_text(row.budget.peak.total)}{'' if self.fits(row) else ' (too much)'}"
-            for row in rows
+            for row in plain
         )
         room = f"{size_text(self.room.device)}{share}"
         told = f"zeroshard: {name} chosen, {verdict}: one rank at its peak ({sizes}) of {room}"
         if taken.budget.host.total:
             told += f"; {size_text(taken.budget.host.total)} of {size_text(self.room.host)} on the host"
+        told += "".join(f". {reason}" for reason in self._reasons(taken))
         return f"{told}. {self.counted()}" + ("" if fits or not taken.fits else f" {self.suggestion(self.fitting())}")
+
+    def _reasons(self, taken: Row) -> Iterator[str]:
+        """For each allowance that was used: why."""
+        if taken.setup.offload is None or not self.config.chooses_offload:
+            return
+        for use in used(taken.setup.offload):
+            other = self.row(taken.setup.stage, Variant(title(use.milder), use.milder))
+            lacks = list(self._lacks(other))
+            if lacks:
+                why = f"a rank needs {', and '.join(lacks)}"
+            elif self.fits(other) and other.time is not None and taken.time is not None:
+                why = f"a step takes {other.time.total:.3g} s and not {taken.time.total:.3g} s"
+            else:
+                why = "too little memory is left for all else"
+            yield f"Used as allowed: {use.name}, because {use.instead} {why}"
 
 
 # -- words --------------------------------------------------------------------------------------------------------
@@ -283,11 +369,14 @@ def _size(row: Row) -> str:
     return f"{size_text(row.budget.peak.total)}" + (f", {size_text(host)} on the host" if host else "")
 
 
+def _is_plain(row: Row) -> bool:
+    """True for no offload, and for an offload of all states that changes nothing else."""
+    offload = row.setup.offload
+    return offload is None or replace(offload, threads=None, host_memory=None, seed=0) in (
+        Offload(),
+        Offload(parameters="cpu"),
+    )
+
+
 def _shortest_room(row: Row) -> float:
     return min(row.room, row.host_room)
-
-
-def _change(row: Row) -> tuple[bool, bool, int]:
-    offload = row.setup.offload
-    exact = offload is None or (offload.moments is torch.float32 and not offload.update_in_backward)
-    return offload is not None, not exact, row.setup.stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..config.bounds import DEFAULT_PREFETCH
 from ..config.offload import Offload
@@ -18,6 +18,15 @@ plan would take minutes."""
 
 class ModelError(ValueError):
     """A model that cannot be planned. The message says why, and what to do."""
+
+
+class FirstValues(NamedTuple):
+    """How a model has its first values when ``shard()`` begins, or gets them."""
+
+    present: int
+    """Bytes of its parameters that are on the device already."""
+    initialised: int
+    """Bytes of an element, if units are made whole for initialisers, in the dtype of the model on meta; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +62,8 @@ class Setup:
     """Stage 3: True if the root stays gathered from forward to backward."""
     max_unit_bytes: int = 1 << 30
     """A larger block is divided into several units."""
+    first_values: FirstValues | None = None
+    """How first values come, if ``shard()`` itself counts as a moment that could be the peak."""
 
     @property
     def width(self) -> int:

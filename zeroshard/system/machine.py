@@ -20,12 +20,15 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
+
+from . import cgroups
+from .cgroups import read
 
 ISA_VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
 ISA_WITHOUT_AMX: Final = "AVX512_CORE_BF16"
@@ -84,7 +87,7 @@ class Amx(enum.Enum):
 
 def read_cpuinfo() -> str:
     """Return the text of `/proc/cpuinfo`, empty where there is none."""
-    return _read(Path("/proc/cpuinfo")) or ""
+    return read(Path("/proc/cpuinfo")) or ""
 
 
 def probe_amx(cpuinfo: str | None = None, probe: Callable[[], int] | None = None, cache: Path | None = None) -> Amx:
@@ -104,7 +107,7 @@ def probe_amx(cpuinfo: str | None = None, probe: Callable[[], int] | None = None
     key = hashlib.sha256(f"{cpu.model}\n{torch.__version__}".encode()).hexdigest()[:16]
     remembered = (cache or cache_folder()) / f"amx-{key}"
     known = {"works": Amx.WORKS, "faults": Amx.FAULTS}
-    answer = _read(remembered)
+    answer = read(remembered)
     if answer not in known:
         status = (probe or _probe_in_child)()
         answer = {0: "works", -signal.SIGILL: "faults"}.get(status)
@@ -133,52 +136,21 @@ def ensure_bf16_matmul(
 
 def usable_cores() -> int:
     """Return how many cores this process may use: its affinity, capped by the container's quota."""
-    cores, quota = len(os.sched_getaffinity(0)), cgroup_cores()
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
-
-
-def cgroup_cores() -> float | None:
-    """Return the CPU quota of this process's control group in cores, None where there is none."""
-    if (both := _read(Path("/sys/fs/cgroup/cpu.max"))) is not None:  # version 2: "max 100000" or "150000 100000"
-        quota, _, period = both.partition(" ")
-    else:
-        quota = _read(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")) or ""
-        period = _read(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")) or ""
-    if not quota.isdigit() or not period.isdigit():  # "max" in version 2, "-1" in version 1
-        return None
-    return int(quota) / int(period)
+    allowed, quota = len(os.sched_getaffinity(0)), cgroups.cores()
+    return allowed if quota is None else max(1, min(allowed, math.floor(quota)))
 
 
 def usable_memory() -> int:
     """Return the host memory in bytes that this process may use: the machine's, capped by the container's limit."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([memory, *(limit for limit, _ in _cgroup_memory())])
+    return min([memory, *(limit.most for limit in cgroups.memory_limits())])
 
 
 def available_memory() -> int:
     """Return the host memory in bytes that is free for use now, in this container too."""
-    free = _entry(Path("/proc/meminfo"), "MemAvailable:")
-    return min([usable_memory(), *(room for _, room in _cgroup_memory()), *([] if free is None else [free * 1024])])
-
-
-def _cgroup_memory() -> Iterator[tuple[int, int]]:
-    """The limit of each control group of this process, and how many bytes of it are free."""
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        most, now = _read(Path(folder, limit)), _read(Path(folder, used))
-        if most is not None and most.isdigit() and now is not None and now.isdigit():
-            # Usage counts cached files, and the kernel gives their memory back on demand.
-            stat = Path(folder, "memory.stat")
-            cached = _entry(stat, "inactive_file ") or _entry(stat, "total_inactive_file ") or 0
-            yield int(most), int(most) - int(now) + cached
-
-
-def _entry(file: Path, key: str) -> int | None:
-    """Return the number that follows a key in a file of the kernel, None where there is none."""
-    found = re.search(rf"^{key}\s*(\d+)", _read(file) or "", re.MULTILINE)
-    return None if found is None else int(found.group(1))
+    free = cgroups.number(Path("/proc/meminfo"), "MemAvailable:")
+    limits = [limit.free for limit in cgroups.memory_limits()]
+    return max(0, min([usable_memory(), *limits, *([] if free is None else [free * 1024])]))
 
 
 def _probe_in_child() -> int:
@@ -266,13 +238,6 @@ def remember(file: Path, text: str) -> None:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
             temporary.write(text)
         os.replace(temporary.name, file)
-
-
-def _read(file: Path) -> str | None:
-    try:
-        return file.read_text(errors="replace").strip()
-    except OSError:
-        return None
 
 
 def all_ranks_are_here(environment: Mapping[str, str] = os.environ) -> bool:

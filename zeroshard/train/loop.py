@@ -19,7 +19,8 @@ from ..config.job import Job, resolve_device
 from ..runtime import runtime_of
 from ..storage.claim import claimed
 from ..system.allocator import defragment
-from ..system.machine import available_memory, device_of_rank, usable_cores
+from ..system.device import available_memory
+from ..system.machine import device_of_rank, usable_cores
 from .checkpoints import NEVER, RunCheckpoints, Start
 from .data import Corpus
 from .gpt import GPT, sample
@@ -232,8 +233,7 @@ def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
     """Return text that a plain, unsharded model samples from the saved weights."""
     if not job.train.sample:
         return "no sample was asked for"
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    if 5 * job.model.parameters > free:
+    if 5 * job.model.parameters > available_memory(device):
         return "no sample: the whole model is too large for one device"
     torch.set_num_threads(usable_cores())  # the other ranks have ended
     prompt = torch.tensor(list(PROMPT), device=device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...system import machine as here
+from ...system.device import available_memory
 from .profile import Machine, calibrated_file, load, names
 
 GB = 1e9
@@ -107,7 +108,7 @@ def find_hardware(
             f"--gpu-memory {gpu_memory:g}: a device of {machine.name} ({machine.title}) has "
             f"{machine.device.memory / GB:.4g} GB; leave one of the two out"
         )
-    memory = gpu_memory * GB if gpu_memory is not None else _device_memory(machine)
+    memory, reserved = gpu_memory * GB if gpu_memory is not None else _device_memory(machine), CONTEXT
     guessed = False
     if machine is None:
         title = here.device_title(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
@@ -130,7 +131,9 @@ def find_hardware(
         host=replace(machine.host, memory=host),
     )
     whole = count // node_count if nodes else a_node
-    return Hardware(count, node_count, memory, host, found, guessed, node_size=whole)
+    if torch.cuda.is_available() and not any((profile, gpus, nodes, gpu_memory)):  # a job that would start here, now
+        memory, reserved = float(available_memory(torch.device("cuda", 0))), 0.0
+    return Hardware(count, node_count, memory, host, found, guessed, reserved=reserved, node_size=whole)
 
 
 def _nodes(count: int, nodes: int | None, machine: Machine) -> int:

@@ -8,8 +8,9 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """A part of a step with its own use of memory."""
+    """A part of a step with its own use of memory, or the start of the job."""
 
+    START = "shard()"
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"

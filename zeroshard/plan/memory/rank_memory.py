@@ -24,6 +24,7 @@ from ..model.trace import Trace
 from ..setup import Setup
 from .device_memory import DeviceMemory, Phase
 from .rank_units import FP32, RankFlat, RankUnit, place
+from .start import most_at_start
 
 PARAMETER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Moment = tuple[Phase, dict[str, int]]
@@ -125,6 +126,9 @@ class RankMemory:
 
     def moments(self) -> Iterator[Moment]:
         """All moments that could be the peak."""
+        if self.setup.first_values is not None:
+            most = most_at_start(self.setup, self.units, self.rest, sharded=self.sharded)
+            yield Phase.START, {"temporary": most - self.rest.total}
         yield from self._forward()
         yield (
             Phase.LOSS,

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...comm.parallel import mesh_of
+from ...comm.parallel import local, mesh_of
 from ...config.checks import DTYPES
 from ...config.layout import ROOT, ROOT_TITLE
-from ...config.options import Config
+from ...config.options import EMPTY, Config
 from ...offload.rules import check_has_kernel
 from ..memory.model_states import state_tensors
-from ..setup import Setup
+from ..setup import FirstValues, Setup
 from .factory import arguments_for
 from .known_values import KnownValues
 from .model import error_text
@@ -43,6 +43,14 @@ def setup_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: 
         moments=2 if optimizer is None else math.ceil(state_tensors(optimizer)),
         **gathering(config),
     )
+
+
+def first_values(model: nn.Module, config: Config, device_type: str) -> FirstValues:
+    """How the parameters have or get their first values on a device of this type."""
+    present = sum(local(parameter).nbytes for parameter in model.parameters() if parameter.device.type == device_type)
+    parameter = next(model.parameters())
+    initialised = parameter.is_meta and config.weights is None and config.init != EMPTY
+    return FirstValues(present, parameter.itemsize if initialised else 0)
 
 
 def gathering(config: Config) -> dict[str, Any]:
