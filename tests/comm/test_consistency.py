@@ -23,7 +23,8 @@ from zeroshard.config.options import Config
 from zeroshard.runtime import runtime_of
 from zeroshard.system.machine import device_of_rank
 from zeroshard.train.gpt import GPT
-from zeroshard.train.loop import Rank, parameter_groups, shard_options
+from zeroshard.train.gpt_task import parameter_groups, shard_options
+from zeroshard.train.rank import Rank
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,9 @@ import torch
 
 from zeroshard.config.job import ModelConfig, load_job
 from zeroshard.train.gpt import GPT
-from zeroshard.train.loop import Rank, lr_share, parameter_groups, shard_options
+from zeroshard.train.gpt_task import parameter_groups, shard_options
+from zeroshard.train.loop import lr_share
+from zeroshard.train.rank import Rank
 from zeroshard.train.record import Stopwatch
 
 

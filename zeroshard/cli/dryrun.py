@@ -15,7 +15,7 @@ from ..config.options import Config
 from ..plan.comparison import Comparison
 from ..plan.dryrun import DryRun, dry_run
 from ..train.gpt import GPT
-from ..train.loop import parameter_groups
+from ..train.gpt_task import parameter_groups
 from ..train.tensor_parallel import parallelise
 from .job_options import add_job_options, overrides
 
@@ -93,7 +93,7 @@ def _cap(asked: float | None, real: bool) -> float:
 
 
 def _run(job: Job, world: int, rank: int, real: bool) -> DryRun:
-    shape = (job.train.batch, job.model.sequence)
+    shape = (job.train.batch, job.gpt.sequence)
 
     def loss(model: nn.Module) -> Tensor:
         tokens = torch.zeros(shape, dtype=torch.long, device="cuda" if real else "cpu")

@@ -196,10 +196,10 @@ def _nodes(arguments: argparse.Namespace) -> Nodes:
 
 def _list_presets() -> int:
     jobs = [load_job(name) for name in presets()]
-    for job in sorted(jobs, key=lambda job: job.model.parameters):
-        billions = job.model.parameters / 1e9
+    for job in sorted(jobs, key=lambda job: job.gpt.parameters):
+        billions = job.gpt.parameters / 1e9
         size = f"{billions:.1f}B" if billions > 1 else f"{1000 * billions:.1f}M"
         offload = ", offload cpu" if "offload" in job.shard else ""
-        shape = f"{job.model.layers} layers of {job.model.hidden}"
+        shape = f"{job.gpt.layers} layers of {job.gpt.hidden}"
         print(f"{job.name:14} {size:>7}  {shape}, stage {job.shard['stage']}{offload}")
     return 0

@@ -1,8 +1,8 @@
 """A training job as a TOML file: four tables, read into frozen dataclasses, with every mistake reported at once.
 
-    [model]   the shape of the GPT        ModelConfig
-    [data]    the text to train on        DataConfig
-    [train]   how long, how fast          TrainConfig
+    [model]   the shape of the GPT        ModelConfig    or a Hugging Face model  LanguageModelConfig, in finetune.py
+    [data]    the text to train on        DataConfig     its files                FilesConfig, in finetune.py
+    [train]   how long, how fast          TrainConfig                             FinetuneConfig
     [shard]   options of zeroshard.shard  Config, in options.py
 
 A key that is missing has the default of its dataclass.
@@ -21,12 +21,14 @@ import torch
 from ..system.parse import LARGEST_TOML, parse_toml, read_start
 from ..system.words import quoted, word
 from .checks import DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table, unsigned
+from .finetune import FilesConfig, LanguageModelConfig
 from .offload import AUTO
 from .options import Config, Precision
 
 DEFAULT_PRESET: Final = "stdlib-10m"
 DEVICES: Final = ("auto", "cpu", "cuda")
 OFFLOAD_TO_HOST: Final = "cpu"  # an offload with the default of every option
+LORA_LR: Final = 2e-4
 NONE: Final = "none"  # on the command line: takes a key away, so that its default applies
 
 
@@ -84,7 +86,9 @@ class TrainConfig(Section):
 
     steps: Annotated[int, at_least(1)] = 160
     batch: Annotated[int, at_least(1)] = 4
-    """Sequences per rank and step."""
+    """Sequences per rank and micro-batch."""
+    micro_batches: Annotated[int, at_least(1)] = 1
+    """Micro-batches per rank and step: their gradients add up, and one update uses the sum."""
     lr: Annotated[float, must("be above 0, and finite", lambda value: 0 < value < math.inf)] = 8e-4
     """The highest learning rate, reached after the warm-up. A cosine then lowers it to a tenth."""
     warmup: Annotated[float, must("be a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)] = 0.1
@@ -111,21 +115,95 @@ class TrainConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(TrainConfig):
+    """The `[train]` table of a job that trains a Hugging Face model."""
+
+    steps: Annotated[int, at_least(0)] = 0
+    """0 for as many as `epochs` take."""
+    epochs: Annotated[float, at_least(0)] = 0.0
+    """How often each document is trained on; 0 for once, unless `steps` says how long."""
+    tokens_per_step: Annotated[int, at_least(1)] = 32768
+    """Tokens of all ranks in a step, with padding. Ranks and micro-batches divide them, so results do not depend on the
+    hardware."""
+    batch: Annotated[int, at_least(0)] = 0
+    """The most sequences per rank and micro-batch; 0 for what the plan finds best for this machine."""
+    lr: Annotated[float, must("be above 0, and finite", lambda value: 0 < value < math.inf)] = 2e-5
+    """As in every job; without this key 2e-5, and 2e-4 for adapters."""
+    warmup: Annotated[float, must("be a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)] = 0.03
+    weight_decay: Annotated[float, at_least(0)] = 0.0
+    evaluate_every: Annotated[int, at_least(1)] = 100
+    evaluate_batches: Annotated[int, at_least(1)] = 4
+    """Batches in an evaluation, each as large as a step."""
+    report_every: Annotated[int, at_least(1)] = 1
+    sample: Annotated[int, at_least(0)] = 48
+    """Tokens to sample before and after; 0 for none."""
+
+    def conflicts(self) -> Iterator[Mistake]:
+        if self.steps and self.epochs:
+            yield Mistake(("steps", "epochs"), "steps and epochs both say how long to train; leave one out")
+        if self.micro_batches != 1:
+            yield Mistake(
+                ("micro_batches", "tokens_per_step"),
+                "follows from tokens_per_step and batch here; leave it out, and say batch",
+            )
+        if self.tensor_parallel != 1:
+            yield Mistake(("tensor_parallel", "model"), "is for the built-in GPT; leave it out with model.huggingface")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A validated configuration."""
 
     name: str
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig | LanguageModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig | FilesConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     shard: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Keyword options of `zeroshard.shard`, as the file gives them. A precision is added if the file gives none."""
 
     @property
+    def gpt(self) -> ModelConfig:
+        """The shape of the GPT.
+
+        Raises:
+            JobError: the job trains a Hugging Face model.
+        """
+        if isinstance(self.model, ModelConfig):
+            return self.model
+        folder = self.model.huggingface
+        raise JobError(
+            self.name, [f"model.huggingface: this is for the built-in GPT; ask `zeroshard plan {folder}`, or `finetune`"]
+        )
+
+    @property
+    def corpus(self) -> DataConfig:
+        """The text that the GPT is trained on."""
+        assert isinstance(self.data, DataConfig)
+        return self.data
+
+    @property
+    def language_model(self) -> LanguageModelConfig:
+        """The Hugging Face model, in a job that trains one."""
+        assert isinstance(self.model, LanguageModelConfig)
+        return self.model
+
+    @property
+    def files(self) -> FilesConfig:
+        """The files that the Hugging Face model is trained on."""
+        assert isinstance(self.data, FilesConfig)
+        return self.data
+
+    @property
+    def finetune(self) -> FinetuneConfig:
+        """How the Hugging Face model is trained."""
+        assert isinstance(self.train, FinetuneConfig)
+        return self.train
+
+    @property
     def built_model(self) -> ModelConfig:
-        """The model as it is built. If `shard.activations` recomputes its blocks, the model does not."""
+        """The GPT as it is built. If `shard.activations` recomputes its blocks, the model does not."""
         given = self.shard.get("activations") is not None
-        return replace(self.model, checkpointing=False) if given else self.model
+        return replace(self.gpt, checkpointing=False) if given else self.gpt
 
     @property
     def precision(self) -> str:
@@ -164,14 +242,13 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
     problems = _override(tables, overrides)
     known = [entry.name for entry in fields(Job) if entry.name != "name"]
     problems += [f"{word(name)}: unknown key{nearest(name, known)}" for name in tables if name not in known]
-    model, of_model = read_table(ModelConfig, tables.get("model", {}), "model")
-    data, of_data = read_table(DataConfig, tables.get("data", {}), "data")
-    train, of_train = read_table(TrainConfig, tables.get("train", {}), "train")
+    model, data, train, problems_of_tables = _sections(tables)
     given = tables.get("shard", {})
     shard = {"precision": _default_precision(train.device), **given} if isinstance(given, dict) else {}
     _, of_shard = read_table(Config, shard or given, "shard")
-    problems += of_model + of_data + of_train + of_shard
-    if not of_model and model.heads % train.tensor_parallel:
+    problems += problems_of_tables + of_shard
+    wrong_model = any(problem.startswith("model") for problem in problems_of_tables)
+    if isinstance(model, ModelConfig) and not wrong_model and model.heads % train.tensor_parallel:
         problems.append(f"train.tensor_parallel: must divide model.heads = {model.heads}, is {train.tensor_parallel}")
     activations = shard.get("activations")
     if isinstance(activations, Mapping) and not activations.get("recompute", True):
@@ -181,6 +258,28 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
     if problems:
         raise JobError(source, problems)
     return Job(name=file.stem, model=model, data=data, train=train, shard=MappingProxyType(shard))
+
+
+def _sections(
+    tables: Mapping[str, object],
+) -> tuple[ModelConfig | LanguageModelConfig, DataConfig | FilesConfig, TrainConfig, list[str]]:
+    """The tables but `[shard]`, and their mistakes. `model.huggingface` decides which kind of job they describe."""
+    given = [tables.get(name, {}) for name in ("model", "data", "train")]
+    model: ModelConfig | LanguageModelConfig
+    data: DataConfig | FilesConfig
+    train: TrainConfig
+    if not (isinstance(given[0], Mapping) and "huggingface" in given[0]):
+        model, of_model = read_table(ModelConfig, given[0], "model")
+        data, of_data = read_table(DataConfig, given[1], "data")
+        train, of_train = read_table(TrainConfig, given[2], "train")
+        return model, data, train, of_model + of_data + of_train
+    model, of_model = read_table(LanguageModelConfig, given[0], "model")
+    data, of_data = read_table(FilesConfig, given[1], "data")
+    if isinstance(given[1], Mapping) and "files" not in given[1]:
+        of_data.append("data.files: name the files to train on")
+    table = {"lr": LORA_LR, **given[2]} if model.lora and isinstance(given[2], Mapping) else given[2]
+    train, of_train = read_table(FinetuneConfig, table, "train")
+    return model, data, train, of_model + of_data + of_train
 
 
 def resolve_device(device: str) -> str:

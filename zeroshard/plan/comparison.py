@@ -45,14 +45,14 @@ class Comparison:
             offload=self.run.offload,
             precision=self.job.precision,  # type: ignore[arg-type]
             batch=self.job.train.batch,
-            sequence=self.job.model.sequence,
-            checkpointing=self.job.model.checkpointing or (config.activations is not None),
+            sequence=self.job.gpt.sequence,
+            checkpointing=self.job.gpt.checkpointing or (config.activations is not None),
             **gathering(config),
         )
 
     def plan(self) -> tuple[Budget, Volume]:
         """What the plan says of this rank."""
-        model = from_config(self.job.model)
+        model = from_config(self.job.gpt)
         return budget(model, self._setup, WORKSPACE if self.run.real else 0), volume(model, self._setup)
 
     def as_json(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Comparison:
     def _host_part(self) -> HostPart | None:
         if self.run.offload is None:
             return None
-        units = place(self._setup, from_config(self.job.model).trace(self._setup).units)
+        units = place(self._setup, from_config(self.job.gpt).trace(self._setup).units)
         return HostPart(options=self.run.offload, share=host_share(units))
 
 

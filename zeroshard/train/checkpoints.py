@@ -1,14 +1,16 @@
 """Checkpoints of a training run: saved every few steps and when a signal stops the run, loaded when the run resumes."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from torch import nn
 
 import zeroshard
 
-from ..config.job import Job
+from ..config.job import FinetuneConfig, Job
 from ..runtime import runtime_of
 from ..storage.background import Saving, abandon_all
 from ..storage.folder import candidates
@@ -31,24 +33,45 @@ class Origin:
 
     ranks: int
     batch: int
+    micro_batches: int = 1
+
+    @classmethod
+    def of(cls, job: Job, ranks: int) -> "Origin":
+        """Return the origin of a run that begins now."""
+        return cls(ranks, job.train.batch, job.train.micro_batches)
 
     @classmethod
     def read(cls, value: Any) -> Self | None:
         """Return the origin that a checkpoint stores; None if the value is not an origin."""
-        if not isinstance(value, dict) or value.keys() != {"ranks", "batch"}:
+        if not isinstance(value, dict) or value.keys() | {"micro_batches"} != {"ranks", "batch", "micro_batches"}:
             return None
         if any(type(number) is not int or number < 1 for number in value.values()):
             return None
         return cls(**value)
 
-    def share(self, ranks: int) -> int:
-        """Return how many sequences each rank gets in a step, with this number of ranks."""
-        if self.ranks * self.batch % ranks:
+    def share(self, ranks: int, job: Job) -> tuple[int, int]:
+        """Return the batch and the micro-batches of each rank, with this number of ranks.
+
+        A job may say those of the first start, or some for its own ranks. With several micro-batches at the first
+        start, a batch does not become larger by itself, because there may be no memory for a larger one.
+        """
+        whole = self.ranks * self.batch * self.micro_batches
+        each = whole // ranks
+        if whole % ranks:
             raise ResumeError(
-                f"the run began with {self.ranks} × {self.batch} sequences a step, which {ranks} ranks cannot divide "
-                "evenly; resume on another number of ranks"
+                f"the run began with {self.ranks} × {self.batch * self.micro_batches} sequences a step, which {ranks} "
+                "ranks cannot divide evenly; resume on another number of ranks"
             )
-        return self.ranks * self.batch // ranks
+        asked = job.train.batch, job.train.micro_batches
+        if asked[0] * asked[1] == each:
+            return asked
+        if asked != (self.batch, self.micro_batches):
+            name = "batch" if asked[0] != self.batch else "micro_batches"
+            raise _no_effect(f"train.{name}", getattr(self, name), getattr(job.train, name))
+        if self.micro_batches == 1:
+            return each, 1
+        batch = next(size for size in range(min(each, self.batch), 0, -1) if each % size == 0)
+        return batch, each // batch
 
 
 @dataclass(frozen=True)
@@ -56,18 +79,27 @@ class Start:
     """Where a run begins: at its first step, or after the steps of a checkpoint."""
 
     job: Job
-    origin: Origin
+    origin: Origin | None
+    """None if the sequences of a step do not depend on ranks and batch."""
     path: Path | None = None
     """A checkpoint, or a folder of checkpoints, whose newest one is loaded."""
+    identity: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What the run has in common with every run that resumes it."""
 
     @classmethod
-    def find(cls, job: Job, out: Path, resume: str, ranks: int) -> "Start":
+    def find(
+        cls, job: Job, out: Path, resume: str, ranks: int, more: Mapping[str, Any] = MappingProxyType({})
+    ) -> "Start":
         """Find the checkpoint that `--resume` asks for: `auto`, `never` or a path. Reads no tensor.
+
+        `more` is what a checkpoint must have in common with this run, beside what the job says.
 
         Raises:
             ResumeError: the path has no checkpoint, or a checkpoint of another job.
         """
-        fresh = cls(job, Origin(ranks, job.train.batch))
+        divides = not isinstance(job.train, FinetuneConfig)
+        identity = _identity(job) | dict(more)
+        fresh = cls(job, Origin.of(job, ranks) if divides else None, identity=identity)
         if resume == NEVER:
             return fresh
         path = out / FOLDER if resume == AUTO else Path(resume)
@@ -78,33 +110,38 @@ class Start:
         saved = read_extra(path)
         if not isinstance(saved, dict) or "origin" not in saved:
             raise ResumeError(f"--resume {resume}: {path} is a checkpoint of another program")
-        for name, mine in _identity(job).items():
+        for name, mine in identity.items():
             if saved.get(name) != mine:
                 raise ResumeError(f"--resume {resume}: the run had {name} = {saved.get(name)}, this job has {mine}")
         origin, step = Origin.read(saved["origin"]), saved.get("step")
-        if origin is None or type(step) is not int or step < 0:
+        if (origin is None and divides) or type(step) is not int or step < 0:
             raise ResumeError(
                 f"--resume {resume}: {path} says of the run origin = {saved['origin']!r} and step = {step!r}, which "
                 "are not ranks and a batch, and a count: it was edited, so resume from another"
             )
-        share = origin.share(ranks)
-        had = {name: saved[name] for name in FIXED if name in saved}
-        if job.train.batch != share:  # a job may give the batch of the first start, or the batch of its own ranks
-            had["batch"] = origin.batch
-        for name, value in had.items():
-            mine = getattr(job.train, name)
-            if mine != value:
-                raise ResumeError(
-                    f"--resume {resume}: the run had train.{name} = {value}, this job has {mine}, which would "
-                    f"have no effect, as a run goes on as it began; set train.{name}={value}, or begin another run in "
-                    f"another folder, or here with --resume {NEVER}"
-                )
-        return cls(replace(job, train=replace(job.train, batch=share)), origin, path)
+        try:
+            for name in FIXED:
+                if name in saved and getattr(job.train, name) != saved[name]:
+                    raise _no_effect(f"train.{name}", saved[name], getattr(job.train, name))
+            if origin is not None:
+                batch, micro_batches = origin.share(ranks, job)
+                job = replace(job, train=replace(job.train, batch=batch, micro_batches=micro_batches))
+        except ResumeError as error:
+            raise ResumeError(f"--resume {resume}: {error}") from None
+        return cls(job, origin, path, identity)
+
+
+def _no_effect(name: str, had: object, mine: object) -> ResumeError:
+    return ResumeError(
+        f"the run had {name} = {had}, this job has {mine}, which would have no effect, as a run goes on as it began; "
+        f"set {name}={had}, or begin another run in another folder, or here with --resume {NEVER}"
+    )
 
 
 def _identity(job: Job) -> dict[str, Any]:
     """Return what a job must have in common with the run that it resumes."""
-    return {"model": asdict(job.model), "data": asdict(job.data), "seed": job.train.seed}
+    fixed = {"tokens_per_step": job.train.tokens_per_step} if isinstance(job.train, FinetuneConfig) else {}
+    return {"model": asdict(job.model), "data": asdict(job.data), "seed": job.train.seed, **fixed}
 
 
 class RunCheckpoints:
@@ -168,7 +205,8 @@ class RunCheckpoints:
         job = self._start.job
         fixed = {name: getattr(job.train, name) for name in FIXED}
         # On disk the record is called "journal", as in checkpoints of earlier versions.
-        extra = {"step": step, "origin": asdict(self._start.origin), "journal": record} | _identity(job) | fixed
+        origin = None if self._start.origin is None else asdict(self._start.origin)
+        extra = {"step": step, "origin": origin, "journal": record, **self._start.identity, **fixed}
         self._saving = zeroshard.save(
             self.path_of(step), *self._states, extra=extra, asynchronous=asynchronous, keep=job.train.keep
         )

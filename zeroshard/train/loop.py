@@ -1,67 +1,32 @@
 """One rank's training run: an ordinary PyTorch loop, with one line that shards."""
 
 import math
-import os
-import statistics
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from rich.console import Console
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 
-from ..comm.process_group import end_process_group, start_process_group
-from ..config.job import Job, resolve_device
+from ..comm.process_group import end_process_group
+from ..config.finetune import LanguageModelConfig
+from ..config.job import Job
 from ..runtime import runtime_of
 from ..storage.claim import claimed
 from ..system.allocator import defragment
-from ..system.device import available_memory
-from ..system.machine import device_of_rank, usable_cores
 from .checkpoints import NEVER, RunCheckpoints, Start
-from .data import Corpus
-from .gpt import GPT, sample
-from .gpt_weights import load_weights, save_weights
+from .gpt_task import GPTTask
 from .probe import Probe
+from .rank import Rank
 from .record import Record
 from .stopping import BY_SIGNAL, tell_launcher
-from .tensor_parallel import parallelise
-from .views import Bar, closing_table, evaluation_line, rank_zero_console, say, trace_line
+from .task import Task, mean
+from .views import Bar, evaluation_line, rank_zero_console, say, trace_line
 
-PROMPT = b"import "
 LOWEST_LR = 0.1  # the end of the cosine, as a share of the highest learning rate
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This process as one of the ranks, and its device."""
-
-    rank: int
-    world: int
-    device: torch.device
-    tensor_parallel: int = 1
-    """Ranks that divide one replica of the model. They are neighbours, and see the same batches."""
-
-    @property
-    def data_rank(self) -> int:
-        """Return which part of the data this rank trains on."""
-        return self.rank // self.tensor_parallel
-
-    @property
-    def data_ranks(self) -> int:
-        """Return the number of parts that the data is divided into."""
-        return self.world // self.tensor_parallel
-
-    @classmethod
-    def from_environment(cls, device: str, tensor_parallel: int = 1) -> "Rank":
-        """Read torchrun's variables; `device` is a job's `train.device`."""
-        chosen = device_of_rank(torch.device(resolve_device(device)))
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), chosen, tensor_parallel)
 
 
 def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
@@ -74,22 +39,31 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
         _train(here, job, out, trace_file, resume)
 
 
-def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str) -> None:
-    start = Start.find(job, out, resume, here.data_ranks)
-    job = start.job
-    console = rank_zero_console(here.rank)
-    options = shard_options(job, here)
-    if options["defragment"]:
-        defragment(here.device)  # before anything is put on the GPU
-    corpus = Corpus.read(job.data)
-    say(console, _headline(job, here, corpus))
+def task_of(job: Job, out: Path, here: Rank) -> Task:
+    """Return what a job trains. Reads its data."""
+    if isinstance(job.model, LanguageModelConfig):
+        from .language_task import LanguageTask  # imported here, because transformers takes seconds
 
-    model, optimizer, scheduler = _build(job, here, options)
+        return LanguageTask(job, out, here)
+    return GPTTask(job, here)
+
+
+def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str) -> None:
+    task = task_of(job, out, here)
+    start = Start.find(job, out, resume, here.data_ranks, task.identity)
+    if start.job.shard.get("defragment", here.device.type == "cuda"):
+        defragment(here.device)  # before anything is put on the GPU
+    job = task.start(start.job, start.origin, here)
+    console = rank_zero_console(here.rank)
+    say(console, task.headline)
+
+    model, optimizer, scheduler = _build(task, job)
+    task.prepare(model)
     record = Record(
         world=here.data_ranks,
         tensor_parallel=here.tensor_parallel,
         precision=job.precision,
-        tokens_a_step=here.data_ranks * job.train.batch * job.model.sequence,
+        tokens_a_step=task.tokens_a_step,
     )
     probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = RunCheckpoints(start, out, model, optimizer, scheduler)
@@ -99,25 +73,22 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
         if saved is None:
             if resume != NEVER:
                 say(console, "no checkpoint to resume from: training begins at the first step")
-            record.evaluated(0, evaluate(model, job, corpus, here))
-            say(console, evaluation_line(0, record))
+            _evaluate(task, model, 0, record, console)
+            _say_sample(task, model, "before", console)
+            record.disturbed(0)
         else:
             record.resume(done, saved["journal"])
             bar.reach(done)
             say(console, f"resumed after step {done}/{job.train.steps}")
         for step in range(done + 1, job.train.steps + 1):
-            batch = corpus.training_share(
-                of_ranks=start.origin.ranks,
-                of_batch=start.origin.batch,
-                ranks=here.data_ranks,
-                sequence=job.model.sequence,
-                seed=job.train.seed,
-                step=step,
-                rank=here.data_rank,
-            ).to(here.device)
+            batches = task.micro_batches(step)
+            record.micro_batches = len(batches)
             probe.begin(step)
-            loss = model(batch.tokens, batch.targets)
-            loss.backward()
+            total = torch.zeros((), device=here.device)
+            for batch in batches:
+                loss = task.loss(model, batch)
+                loss.backward()
+                total += loss.detach()
             probe.before_update(step)
             optimizer.step()
             scheduler.step()
@@ -127,21 +98,22 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
 
             last = step == job.train.steps
             if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
-                record.measured(step, mean(model, loss), zeroshard.stats(model))
+                record.measured(step, mean(model, total), zeroshard.stats(model))
                 bar.show(step, record)
             if last:
                 zeroshard.synchronize(model)  # publishes a delayed update
             if step % job.train.evaluate_every == 0 or last:
                 with record.stopwatch.paused():
-                    record.evaluated(step, evaluate(model, job, corpus, here))
-                say(console, evaluation_line(step, record))
+                    _evaluate(task, model, step, record, console)
             if checkpoints.after_step(step, record.state_dict()):
                 say(console, f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
         checkpoints.finish()
 
-    stopped = checkpoints.stopped
-    weights = save_weights(out, job.model, model) if stopped is None else []
+    stopped, weights = checkpoints.stopped, list[Path]()
+    if stopped is None:
+        _say_sample(task, model, "after", console)
+        weights = task.save(model, out)
     end_process_group(runtime_of(model).fabric)
     if here.rank != 0:
         return
@@ -154,44 +126,22 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     if record.trace is not None:
         say(console, trace_line(record.trace))
     say(console, f"saved {weights[-1]}")
-    say(console, _sampled_text(job, out, here.device))
+    if (text := task.sample_saved(out, here.device)) is not None:
+        say(console, text)
     if record.stats is None:
         say(console, f"all {job.train.steps} steps were made before, so there is nothing measured to show")
-    else:
-        console.print(closing_table(record))
+        return
+    for part in task.closing(record, out):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
 
 
-def _build(job: Job, here: Rank, options: dict[str, object]) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
+def _build(task: Task, job: Job) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
     """Return the sharded model, its optimizer and its schedule of learning rates."""
     torch.manual_seed(job.train.seed)
-    with torch.device("meta"):  # no rank ever has the whole model: shard() initialises it unit by unit
-        gpt = GPT(job.built_model)
-    if here.tensor_parallel > 1:
-        start_process_group(here.device)
-        ranks = (here.data_ranks, here.tensor_parallel)
-        parallelise(gpt, init_device_mesh(here.device.type, ranks, mesh_dim_names=("data", "model"))["model"])
-    adamw = torch.optim.AdamW(parameter_groups(gpt, job.train.weight_decay), lr=job.train.lr, betas=(0.9, 0.95))
-    model, optimizer = zeroshard.shard(gpt, adamw, **options)
+    whole = task.build()
+    model, optimizer = zeroshard.shard(whole, task.optimizer(whole), **task.shard_options())
     warmup = round(job.train.warmup * job.train.steps)
     return model, optimizer, LambdaLR(optimizer, lambda step: lr_share(step, job.train.steps, warmup))
-
-
-def shard_options(job: Job, here: Rank) -> dict[str, object]:
-    """Return the options that this rank gives to `shard()`. Only the GPU differs from rank to rank.
-
-    GPU memory is defragmented unless the job says otherwise.
-    """
-    example = torch.empty(job.train.batch, job.model.sequence, dtype=torch.long, device="meta")
-    return {"defragment": here.device.type == "cuda", **job.shard, "device": here.device, "example": (example, example)}
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return the optimizer's groups: matrices decay, biases and norms do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
 
 
 def lr_share(step: int, steps: int, warmup: int) -> float:
@@ -206,53 +156,14 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
     return LOWEST_LR + (1 - LOWEST_LR) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def mean(model: nn.Module, value: Tensor) -> float:
-    """Return the mean of a scalar over all ranks; every rank calls this. It waits for the device, not for ever."""
-    return statistics.fmean(runtime_of(model).fabric.gather_objects(value.item()))
+def _evaluate(task: Task, model: nn.Module, step: int, record: Record, console: Console) -> None:
+    loss = task.evaluate(model)
+    if loss is not None:
+        record.evaluated(step, loss)
+        say(console, evaluation_line(step, record))
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, job: Job, corpus: Corpus, here: Rank) -> float:
-    """Return the mean loss on held-out files. Every rank calls this and evaluates its part of them."""
-    model.eval()
-    total = torch.zeros((), device=here.device)
-    for batch in corpus.held_out_batches(
-        batches=job.train.evaluate_batches,
-        batch=job.train.batch,
-        sequence=job.model.sequence,
-        rank=here.data_rank,
-        ranks=here.data_ranks,
-    ):
-        batch = batch.to(here.device)
-        total += model(batch.tokens, batch.targets)
-    model.train()
-    return mean(model, total) / job.train.evaluate_batches
-
-
-def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
-    """Return text that a plain, unsharded model samples from the saved weights."""
-    if not job.train.sample:
-        return "no sample was asked for"
-    if 5 * job.model.parameters > available_memory(device):
-        return "no sample: the whole model is too large for one device"
-    torch.set_num_threads(usable_cores())  # the other ranks have ended
-    prompt = torch.tensor(list(PROMPT), device=device)
-    tokens = sample(load_weights(out, device), prompt, job.train.sample, seed=job.train.seed).clamp(max=255)
-    text = bytes(tokens.tolist()).decode(errors="replace")
-    # Control characters are replaced: a terminal would obey them.
-    text = "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)
-    return "a sample from the saved weights:\n" + "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _headline(job: Job, here: Rank, corpus: Corpus) -> str:
-    kind = "GPU" if here.device.type == "cuda" else "CPU"
-    offload = job.shard.get("offload")
-    offload = "" if offload is None else f", offload {offload if isinstance(offload, str) else 'cpu'}"
-    if here.tensor_parallel > 1:
-        offload += f", tensor parallel {here.tensor_parallel}"
-    return (
-        f"{job.name}: {job.model.parameters / 1e6:,.1f}M parameters, {job.train.steps} steps of {here.data_ranks} × "
-        f"{job.train.batch} × {job.model.sequence} bytes, {job.precision}{offload}, {here.world} {kind} rank(s)\n"
-        f"corpus: {corpus.files:,} files, {len(corpus.training) / 1e6:.1f} MB to train on, "
-        f"{len(corpus.held_out) / 1e6:.1f} MB held out"
-    )
+def _say_sample(task: Task, model: nn.Module, when: str, console: Console) -> None:
+    text = task.sample_sharded(model)
+    if text is not None:
+        say(console, f"a sample {when} training:\n{text}")

@@ -65,6 +65,8 @@ class Record:
     precision: str
     tokens_a_step: int
     """Tokens of all ranks in one step."""
+    micro_batches: int = 1
+    """Micro-batches of a rank in one step."""
     losses: list[float] = field(default_factory=list)
     """Training losses, one for each measured step."""
     held_out: list[float] = field(default_factory=list)
@@ -96,11 +98,15 @@ class Record:
     def resume(self, step: int, state: Mapping[str, list[float]]) -> None:
         """Continue after a step, with the result of `state_dict` at that step."""
         self.losses, self.held_out = list(state["losses"]), list(state["held_out"])
-        self._evaluated_after = step  # loading communicates too, and that counts for the next step
+        self.disturbed(step)  # loading communicates too
 
     def evaluated(self, step: int, loss: float) -> None:
         """Note the held-out loss after a step; step 0 is before the first one."""
         self.held_out.append(loss)
+        self.disturbed(step)
+
+    def disturbed(self, step: int) -> None:
+        """Note that something after a step communicated, which counts for the step after it."""
         self._evaluated_after = step
 
     def measured(self, step: int, loss: float, stats: Stats) -> None:

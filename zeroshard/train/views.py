@@ -104,20 +104,21 @@ def closing_table(record: Record) -> Table:
         table.add_column(name, justify="right" if name in ("measured", "paper") else "left")
     kept, parameters = stats.kept_parameters / stats.padded_parameters, stats.parameters
     part = None if offload is None else offload.part
-    paper = paper_memory(stats.stage, record.world, record.precision, part)
+    times = record.micro_batches
+    paper = paper_memory(stats.stage, record.world, record.precision, part, times)
     if offload is None:
         _add_memory(table, "", parameters, paper.device, record.memory)
     else:
         _add_memory(table, "device", parameters, paper.device, offload.device)
         _add_memory(table, "host", parameters, paper.host, offload.host)
-        traffic, formula = paper_traffic(record.precision, offload.part, kept)
+        traffic, formula = paper_traffic(record.precision, offload.part, kept, times)
         each = parameters / ranks_that_update(stats.stage, record.world)
         counted = None if offload.traffic is None else offload.traffic / each
         table.add_row("traffic, bytes a parameter", _number(counted), _number(traffic), formula)
         symbols = {term.symbol: term.share for row in (*paper.device, *paper.host) for term in row.terms}
         shares = [f"{symbol} = {share:.3f} Ψ" for symbol, share in symbols.items() if symbol != "Ψ"]
         table.caption = " · ".join(shares) or None
-    volume, formula = paper_volume(stats.stage, record.world, kept)
+    volume, formula = paper_volume(stats.stage, record.world, kept, times)
     table.add_row("volume per step, Ψ", _number(record.volume), _number(volume), formula, end_section=True)
     table.add_row("training loss", f"{record.losses[0]:.3f} → {record.losses[-1]:.3f}")
     table.add_row("held-out loss", f"{record.held_out[0]:.3f} → {record.held_out[-1]:.3f}")
@@ -127,11 +128,12 @@ def closing_table(record: Record) -> Table:
 
 def _add_memory(table: Table, place: str, parameters: int, rows: Sequence[PaperRow], measured: Memory) -> None:
     """Add a row for each kind of state, and one for all of them together."""
+    whole = measured.model_states + measured.accumulators
     for row in rows:
-        size = getattr(measured, row.kind)
+        size = getattr(measured, row.kind) + (measured.accumulators if row.kind == "gradients" else 0)
         table.add_row(f"{place} {row.title}, MB".lstrip(), _mb(size), _mb(row.bytes(parameters)), str(row))
     together = f"all on the {place}, MB" if place else "all model states, MB"
-    table.add_row(together, _mb(measured.model_states), _mb(total_bytes(rows, parameters)))
+    table.add_row(together, _mb(whole), _mb(total_bytes(rows, parameters)))
 
 
 def _mb(number: float) -> str:

@@ -65,7 +65,7 @@ class RankMemory:
             if flat.shape.trained and not flat.on_host:
                 moments = self.setup.moments * round(flat.shape.parameters * flat.own / flat.whole)
                 states += count * (self.setup.master_width * flat.own + self.setup.moment_width * moments)
-                accumulators += count * FP32 * flat.own if self.accumulates else 0
+                accumulators += count * FP32 * self._accumulated(flat) if self.accumulates else 0
         return DeviceMemory(
             parameters=self.width * parameters,
             optimizer_states=states,
@@ -77,6 +77,11 @@ class RankMemory:
     @property
     def accumulates(self) -> bool:
         return self.setup.micro_batches > 1
+
+    def _accumulated(self, flat: RankFlat) -> int:
+        """Elements of an accumulator. In fp32 the averaged gradient itself is one, whole where gradients are whole."""
+        whole = self.width == FP32 and self.table.gradients.extent is Extent.WHOLE
+        return flat.whole if whole else flat.own
 
     def stashed(self, flat: RankFlat) -> int:
         """Bytes of an averaged gradient on the device, where it waits for the update."""

@@ -64,14 +64,14 @@ def find_model(source: str) -> Subject:
             f"--model {source}: no such preset{nearest(source, known)}; give one of {', '.join(known)}, a .toml "
             "configuration, a Hugging Face config.json or model folder, or module:factory"
         ) from None
-    if job.model.layers > MOST_LAYERS:
-        raise ModelError(f"--model {source}: model.layers {job.model.layers:,}: plans go up to {MOST_LAYERS:,} layers")
+    if job.gpt.layers > MOST_LAYERS:
+        raise ModelError(f"--model {source}: model.layers {job.gpt.layers:,}: plans go up to {MOST_LAYERS:,} layers")
     return Subject(
-        from_config(job.model, job.name),
-        config=job.model,
+        from_config(job.gpt, job.name),
+        config=job.gpt,
         batch=job.train.batch,
-        sequence=job.model.sequence,
-        checkpointing=job.model.checkpointing or job.shard.get("activations") is not None,
+        sequence=job.gpt.sequence,
+        checkpointing=job.gpt.checkpointing or job.shard.get("activations") is not None,
         model_parallel=job.train.tensor_parallel,
         activations=Activations.parse(job.shard.get("activations")),
         shard=job.shard,

@@ -18,6 +18,7 @@ from ..setup import WIDTHS
 KINDS = ("parameters", "gradients", "optimizer_states")
 """Fields of ``Memory`` and ``DeviceMemory`` that the papers have a formula for."""
 MOMENTS = 8  # bytes a parameter: Adam's momentum and variance in fp32
+ACCUMULATED = 4  # bytes a parameter: gradients of several micro-batches, in fp32
 MASTER = 4  # bytes a parameter: the fp32 copy behind 16-bit parameters
 
 
@@ -76,8 +77,12 @@ def ranks_that_update(stage: int, world: int) -> int:
     return _divisors(stage, world)[-1]
 
 
-def paper_memory(stage: int, world: int, precision: str, part: HostPart | None = None) -> PaperMemory:
+def paper_memory(
+    stage: int, world: int, precision: str, part: HostPart | None = None, micro_batches: int = 1
+) -> PaperMemory:
     """The formulas with Adam, by kind (ZeRO, section 5 and figure 1; ZeRO-Offload, section 3).
+
+    Several micro-batches add up in fp32.
 
     >>> memory = paper_memory(stage=2, world=64, precision="bf16")
     >>> total_bytes(memory.device, 7_500_000_000) / 1e9
@@ -88,12 +93,17 @@ def paper_memory(stage: int, world: int, precision: str, part: HostPart | None =
     """
     size, divisors = WIDTHS[precision], _divisors(stage, world)
     states = MOMENTS + (MASTER if size < MASTER else 0)
+    gradients = size if micro_batches == 1 else ACCUMULATED
+    if micro_batches > 1 and size < ACCUMULATED:  # a rank adds up its own part of them; in fp32 where they are anyway
+        divisors[1] = divisors[2]
     if part is None:
-        return PaperMemory(_rows([[Term(size)], [Term(size)], [Term(states)]], divisors), [])
+        return PaperMemory(_rows([[Term(size)], [Term(gradients)], [Term(states)]], divisors), [])
     resting = size if part.options.parameters == "device" else 0
     stay = 1 - part.share
-    staying = [[Term(number if stay else 0, "Ψ_device", stay)] for number in (size, states)]
-    on_host = _rows(_host_terms(size, part), divisors[-1:] * len(KINDS))
+    staying = [[Term(number if stay else 0, "Ψ_device", stay)] for number in (gradients, states)]
+    terms = _host_terms(size, part)
+    terms[1].append(Term(ACCUMULATED if micro_batches > 1 else 0, terms[1][0].symbol, part.share))
+    on_host = _rows(terms, divisors[-1:] * len(KINDS))
     return PaperMemory(_rows([[Term(resting)], *staying], divisors), on_host)
 
 
@@ -131,14 +141,24 @@ def _host_terms(size: int, part: HostPart) -> list[list[Term]]:
     ]
 
 
-def paper_volume(stage: int, world: int, kept: float) -> tuple[float, str]:
-    """The volume of a step in Ψ, and its formula (ZeRO, section 7). ``kept`` is Ψ_kept in Ψ."""
+def paper_volume(stage: int, world: int, kept: float, micro_batches: int = 1) -> tuple[float, str]:
+    """The volume of a step in Ψ, and its formula (ZeRO, section 7). ``kept`` is Ψ_kept in Ψ.
+
+    Every micro-batch is reduced.
+
+    >>> paper_volume(2, world=4, kept=0.0, micro_batches=3), paper_volume(3, world=4, kept=0.5)
+    ((4.0, '4Ψ'), (2.5, '3Ψ − Ψ_kept'))
+    """
     if world == 1:
         return 0.0, "one rank: 0"
-    return (2.0, "2Ψ") if stage < 3 else (3.0 - kept, "3Ψ − Ψ_kept")
+    if stage == 3:
+        times = f"{micro_batches} · (3Ψ − Ψ_kept)" if micro_batches > 1 else "3Ψ − Ψ_kept"
+        return micro_batches * (3.0 - kept), times
+    elements = 1 + micro_batches if stage else 2 * micro_batches
+    return float(elements), f"{elements}Ψ"
 
 
-def paper_traffic(precision: str, part: HostPart, kept: float) -> tuple[float, str]:
+def paper_traffic(precision: str, part: HostPart, kept: float, micro_batches: int = 1) -> tuple[float, str]:
     """Bytes a parameter that cross between host and device in a step, and their formula.
 
     Gradients go down and parameters come up. A high half that is read back goes down too. Parameters that rest on the
@@ -149,8 +169,9 @@ def paper_traffic(precision: str, part: HostPart, kept: float) -> tuple[float, s
     """
     size = WIDTHS[precision]
     if part.options.parameters == "cpu":
-        return 3 * size - size * kept, f"{3 * size} − {size}Ψ_kept/Ψ"
-    down = 2 * size if part.options.read_back else size
+        times = size * micro_batches
+        return 3 * times - times * kept, f"{3 * times} − {times}Ψ_kept/Ψ"
+    down = size * (micro_batches + part.options.read_back)
     if part.share == 1:
         return float(down + size), f"{down} down + {size} up"
     return (down + size) * part.share, f"{down + size}Ψ_host/Ψ"
