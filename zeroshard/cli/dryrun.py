@@ -97,6 +97,8 @@ def _run(job: Job, world: int, rank: int, real: bool) -> DryRun:
 
     def loss(model: nn.Module) -> Tensor:
         tokens = torch.zeros(shape, dtype=torch.long, device="cuda" if real else "cpu")
+        for _ in range(job.train.micro_batches - 1):
+            model(tokens, tokens).backward()
         output: Tensor = model(tokens, tokens)
         return output
 

@@ -249,7 +249,7 @@ def _setup(arguments: argparse.Namespace, subject: Subject, hardware: Hardware) 
         precision=arguments.precision or _usual_precision(hardware),
         batch=arguments.batch if isinstance(arguments.batch, int) else 1,
         sequence=sequence,
-        micro_batches=arguments.micro_batches,
+        micro_batches=arguments.micro_batches if arguments.micro_batches > 1 else subject.micro_batches,
         checkpointing=checkpointing,
         activations=subject.model.recomputation(checkpointing, activations),
         **_gathering(subject),

@@ -1,27 +1,11 @@
 """`zeroshard train`: the ready-made job. It starts the ranks; in the environment of torchrun it is a rank itself."""
 
 import argparse
-import os
-import signal
-import traceback
-from dataclasses import fields
 from pathlib import Path
 
-import torch
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from ..config.job import DEVICES, Job, load_job, presets, resolve_device
-from ..storage.claim import is_claimed, refusal
-from ..storage.folder import candidates
-from ..storage.format import CheckpointError
-from ..system.machine import ensure_bf16_matmul, usable_cores
-from ..train.checkpoints import AUTO, FOLDER, NEVER
-from ..train.gpt_weights import earlier_weights
-from ..train.launch import Nodes, launch, under_torchrun
-from ..train.loop import train
-from ..train.probe import LEAST_STEPS_TO_TRACE
-from ..train.stopping import LauncherWatch
+from ..config.job import CONFIGURATION, DEVICES, Job, load_job, presets
 from .job_options import add_job_options, overrides
+from .running import add_run_options, run_job
 
 HELP = "train a GPT from a TOML configuration, on one machine or many"
 DESCRIPTION = """\
@@ -46,7 +30,6 @@ many nodes: the same command on every node, each with its own --node-rank
 or under a torchrun of your own
   torchrun --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 -m zeroshard train zero-1.5b
 """
-CPU_RANKS = 2  # enough to see states divided; more would only share the same cores
 
 
 def define(parser: argparse.ArgumentParser) -> None:
@@ -55,143 +38,20 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="show the presets and end")
     parser.add_argument("--device", choices=DEVICES, help="auto takes the GPUs where there are some")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where weights go (default: runs/NAME)")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a timeline of a few steps of rank 0, for ui.perfetto.dev"
-    )
-    parser.add_argument(
-        "--save-every", type=int, metavar="N", help="a checkpoint every N steps; short for --set train.save_every=N"
-    )
-    parser.add_argument("--keep", type=int, metavar="K", help="checkpoints to keep; short for --set train.keep=K")
-    parser.add_argument(
-        "--resume",
-        default=NEVER,
-        metavar="{auto,never,PATH}",
-        help="auto goes on from the newest complete checkpoint in the run's folder, if there is one; on any number of "
-        "ranks, in any stage (default: never)",
-    )
-    nodes = parser.add_argument_group("ranks and nodes")
-    nodes.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start all ranks anew when one fails, at most N times; goes with --resume auto and --save-every",
-    )
-    nodes.add_argument(
-        "--ranks", type=int, metavar="N", help="ranks on this node (default: one for each GPU, or two on CPU)"
-    )
-    nodes.add_argument("--nnodes", type=int, default=Nodes.nnodes, metavar="N", help="number of nodes (default: 1)")
-    nodes.add_argument("--node-rank", type=int, default=Nodes.node_rank, metavar="I", help="which one this is, from 0")
-    nodes.add_argument("--master-addr", metavar="HOST", help="address of node 0; needed with --nnodes above 1")
-    nodes.add_argument("--master-port", type=int, default=Nodes.master_port, metavar="PORT", help="(default: 29500)")
-    nodes.add_argument("--local-addr", metavar="HOST", help="address of this node, if its host name does not resolve")
+    add_run_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration, then start the ranks or be one."""
     if arguments.list:
         return _list_presets()
-    try:
-        job = load_job(arguments.config, overrides(arguments))
-        device = resolve_device(job.train.device)
-        if device == "cpu" and job.shard.get("defragment"):
-            raise ValueError("shard.defragment has no effect on a CPU; add --set shard.defragment=false")
-        ranks, nodes = _ranks(arguments.ranks, device), _nodes(arguments)
-        world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks * nodes.nnodes
-        degree = job.train.tensor_parallel
-        if world % degree:
-            raise ValueError(f"--tensor-parallel {degree} does not divide the {world} rank(s); change it, or --ranks")
-        _check_trace(arguments.trace, job)
-        out = arguments.out or Path("runs") / job.name
-        _check_resume(arguments, job, out)
-        earlier_weights(out)
-        _check_free(out, nodes)
-    except (CheckpointError, OSError) as error:
-        raise ValueError(error) from None
-    if device == "cpu" and (message := ensure_bf16_matmul()):
-        print(f"zeroshard train: {message}")  # the ranks inherit the variable that was set
-    if under_torchrun():
-        return _be_a_rank(job, out, arguments.trace, arguments.resume)
-    return launch(ranks, nodes, arguments.argv, arguments.restarts)
+    job = load_job(arguments.config, overrides(arguments))
+    return run_job(job, arguments.out or usual_folder(arguments.config, job), arguments, arguments.argv)
 
 
-def _be_a_rank(job: Job, out: Path, trace_file: Path | None, resume: str) -> int:
-    launcher = LauncherWatch()
-    # Ctrl-C ends a rank at once, also inside a collective, and without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        record(train)(job, out, trace_file, resume)
-    except Exception:
-        # Where there is a file for errors, the launcher reads the error there and prints it.
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ or launcher.is_gone():
-            traceback.print_exc()
-        return 1
-    return 0
-
-
-def _ranks(asked: int | None, device: str) -> int:
-    """Return how many ranks this node runs."""
-    if asked is not None and asked < 1:
-        raise ValueError(f"--ranks must be at least 1, is {asked}")
-    if device == "cpu":
-        return asked or min(CPU_RANKS, usable_cores())
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        raise ValueError("--device cuda: torch sees no GPU here; `zeroshard doctor` says why")
-    if asked is not None and asked > gpus:
-        raise ValueError(f"--ranks {asked}: this machine has {gpus} GPU(s), and each rank needs its own")
-    return asked or gpus
-
-
-def _check_trace(file: Path | None, job: Job) -> None:
-    if file is None:
-        return
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ValueError(f"--trace {file}: {'is a folder' if file.is_dir() else 'its folder does not exist'}")
-    if job.train.steps < LEAST_STEPS_TO_TRACE:
-        raise ValueError(
-            f"--trace: of {job.train.steps} step(s) none has settled; use at least {LEAST_STEPS_TO_TRACE} "
-            "(--steps, train.steps)"
-        )
-
-
-def _check_resume(arguments: argparse.Namespace, job: Job, out: Path) -> None:
-    if arguments.restarts < 0:
-        raise ValueError(f"--restarts must be at least 0, is {arguments.restarts}")
-    if arguments.restarts and arguments.nnodes > 1:
-        raise ValueError("--restarts is for one node; on many, run `torchrun --rdzv-backend c10d --max-restarts N …`")
-    if arguments.restarts and (arguments.resume != AUTO or not job.train.save_every):
-        raise ValueError("--restarts without --resume auto and --save-every would begin at the first step every time")
-    if arguments.resume not in (AUTO, NEVER) and not Path(arguments.resume).is_dir():
-        raise ValueError(f"--resume {arguments.resume}: no such folder; it takes auto, never or a checkpoint's path")
-    if arguments.resume == NEVER and job.train.save_every and candidates((out / FOLDER).absolute()):
-        raise ValueError(
-            f"{out / FOLDER} holds checkpoints of an earlier run, which this one would replace; add --resume auto to "
-            "go on from them, or choose another folder with --out"
-        )
-
-
-def _check_free(out: Path, nodes: Nodes) -> None:
-    """Refuse a folder that cannot be written, or that another job writes to, before ranks are started.
-
-    Rank 0 claims the folder.
-    """
-    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"--out: {there} cannot be written; choose another folder")
-    if not under_torchrun() and nodes.node_rank == 0 and is_claimed(out):
-        raise ValueError(f"--out: {refusal(out, out)}")
-
-
-def _nodes(arguments: argparse.Namespace) -> Nodes:
-    if arguments.nnodes < 1:
-        raise ValueError(f"--nnodes must be at least 1, is {arguments.nnodes}")
-    if not 0 <= arguments.node_rank < arguments.nnodes:
-        raise ValueError(f"--node-rank must be from 0 to {arguments.nnodes - 1}, is {arguments.node_rank}")
-    if arguments.nnodes > 1 and arguments.master_addr is None:
-        raise ValueError("--nnodes above 1 needs --master-addr, the address of node 0, the same on every node")
-    return Nodes(**{field.name: getattr(arguments, field.name) for field in fields(Nodes)})
+def usual_folder(config: str, job: Job) -> Path:
+    """Return where a run writes by default: beside a `finetune.toml`, which is in the folder of its run."""
+    return Path(config).parent if Path(config).name == CONFIGURATION else Path("runs") / job.name
 
 
 def _list_presets() -> int:

@@ -34,6 +34,6 @@ class FilesConfig(Section):
     files: Annotated[tuple[str, ...], list_of("paths", str), must("name at least one file", bool)] = ("data.jsonl",)
     """Text, JSON lines or Parquet, and folders of these."""
     sequence: Annotated[int, must("be at least 2, or 0", lambda value: value == 0 or value >= 2), at_least(0)] = 0
-    """Tokens of a sequence, into which documents are packed; 0 for 2048, or the model's positions if these are fewer."""
+    """Tokens of a sequence, into which documents are packed; 0 for 2048, or for the model's positions if fewer."""
     held_out: Annotated[float, must("be from 0 to below 1", lambda value: 0 <= value < 1)] = 0.02
     """The share of the documents that is used for evaluation only. The content of a document decides its side."""

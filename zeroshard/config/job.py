@@ -28,6 +28,8 @@ from .options import Config, Precision
 DEFAULT_PRESET: Final = "stdlib-10m"
 DEVICES: Final = ("auto", "cpu", "cuda")
 OFFLOAD_TO_HOST: Final = "cpu"  # an offload with the default of every option
+CONFIGURATION: Final = "finetune.toml"
+"""The configuration that `zeroshard finetune` writes into the folder of its run."""
 LORA_LR: Final = 2e-4
 NONE: Final = "none"  # on the command line: takes a key away, so that its default applies
 
@@ -172,7 +174,8 @@ class Job:
             return self.model
         folder = self.model.huggingface
         raise JobError(
-            self.name, [f"model.huggingface: this is for the built-in GPT; ask `zeroshard plan {folder}`, or `finetune`"]
+            self.name,
+            [f"model.huggingface: this is for the built-in GPT; ask `zeroshard plan {folder}`, or `finetune`"],
         )
 
     @property
@@ -239,9 +242,20 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
         tables: dict[str, object] = parse_toml(read_start(file, LARGEST_TOML))
     except ValueError as error:
         raise JobError(source, [str(error)]) from None
+    return job_of(tables, source, file.stem, overrides)
+
+
+def job_of(
+    tables: dict[str, object], source: str, name: str, overrides: Mapping[str, object] = MappingProxyType({})
+) -> Job:
+    """Return the job that the tables of a configuration describe. `overrides` change the tables.
+
+    Raises:
+        JobError: naming every unknown key, wrong type and impossible value at once. It calls the tables `source`.
+    """
     problems = _override(tables, overrides)
     known = [entry.name for entry in fields(Job) if entry.name != "name"]
-    problems += [f"{word(name)}: unknown key{nearest(name, known)}" for name in tables if name not in known]
+    problems += [f"{word(key)}: unknown key{nearest(key, known)}" for key in tables if key not in known]
     model, data, train, problems_of_tables = _sections(tables)
     given = tables.get("shard", {})
     shard = {"precision": _default_precision(train.device), **given} if isinstance(given, dict) else {}
@@ -257,7 +271,7 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
         problems.append("shard.device: every rank has its own here; say train.device = 'cpu' or 'cuda'")
     if problems:
         raise JobError(source, problems)
-    return Job(name=file.stem, model=model, data=data, train=train, shard=MappingProxyType(shard))
+    return Job(name=name, model=model, data=data, train=train, shard=MappingProxyType(shard))
 
 
 def _sections(
@@ -273,13 +287,13 @@ def _sections(
         data, of_data = read_table(DataConfig, given[1], "data")
         train, of_train = read_table(TrainConfig, given[2], "train")
         return model, data, train, of_model + of_data + of_train
-    model, of_model = read_table(LanguageModelConfig, given[0], "model")
+    language_model, of_model = read_table(LanguageModelConfig, given[0], "model")
     data, of_data = read_table(FilesConfig, given[1], "data")
     if isinstance(given[1], Mapping) and "files" not in given[1]:
         of_data.append("data.files: name the files to train on")
-    table = {"lr": LORA_LR, **given[2]} if model.lora and isinstance(given[2], Mapping) else given[2]
+    table = {"lr": LORA_LR, **given[2]} if language_model.lora and isinstance(given[2], Mapping) else given[2]
     train, of_train = read_table(FinetuneConfig, table, "train")
-    return model, data, train, of_model + of_data + of_train
+    return language_model, data, train, of_model + of_data + of_train
 
 
 def resolve_device(device: str) -> str:
@@ -314,6 +328,18 @@ def parse_override(text: str) -> tuple[str, object]:
 
 def _default_precision(device: str) -> str:
     return "bf16" if resolve_device(device) == "cuda" else "fp32"
+
+
+def changed(tables: dict[str, object], source: str, overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return the tables of a configuration with these changes made.
+
+    Raises:
+        JobError: a change names no table and key.
+    """
+    problems = _override(tables, overrides)
+    if problems:
+        raise JobError(source, problems)
+    return tables
 
 
 def _override(tables: dict[str, object], overrides: Mapping[str, object]) -> list[str]:

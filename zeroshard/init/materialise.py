@@ -195,6 +195,10 @@ def _read(model: nn.Module, flats: list[Flat], fabric: Fabric, path: Path, confi
             # Parameters are still on the meta device: setting them has no effect and draws no random numbers.
             call(visit.initialise, names[visit.module])
     refuse_unset(model, [blank.name for blank in not_there if not blank.written()], fabric)
+    kept = [parameter for flat in flats for parameter in flat.parameters if weights.keeps(parameter)]
+    for parameter in kept:
+        parameter.data = parameter.data.to(fabric.device)
+    fabric.broadcast_together([parameter.data for parameter in kept])
     with _one_for_all(fabric):
         for flat in flats:
             values = take_off_meta(flat, fabric.device)

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor, nn
 
+from ..comm import parallel
 from ..config.layout import Slot
 from ..states.flat import Flat
 from ..system.parse import LARGEST_JSON, parse_json, read_start
@@ -49,7 +50,7 @@ class Weights:
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.path = path
         named = {
-            name.replace("_orig_mod.", ""): value  # torch.compile adds this to names
+            _plain(name, model): value
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
@@ -59,7 +60,9 @@ class Weights:
         names: dict[int, list[str]] = {}  # a tied weight has several names, and the files may have one or all of them
         for name, tensor in named.items():
             names.setdefault(id(tensor), []).append(name)
-        missing = [aliases[0] for aliases in names.values() if not any(name in stored for name in aliases)]
+        not_there = {key for key, aliases in names.items() if not any(name in stored for name in aliases)}
+        self._kept = {key for key in not_there if _has_value_of_adapter(named, names[key][0], model)}
+        missing = [names[key][0] for key in names if key in not_there and key not in self._kept]
         unexpected = [name for name in stored if name not in named and not _ignored(name, model)]
         if missing or unexpected:
             parts = [f"it lacks {_listed(missing)}"] if missing else []
@@ -76,14 +79,22 @@ class Weights:
         self._copies = {key: [stored[name] for name in aliases if name in stored] for key, aliases in names.items()}
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether this tensor of the model is on disk. All parameters are. Non-persistent buffers are not."""
-        return id(tensor) in self._copies
+        """Whether this tensor of the model is on disk. Parameters are, but for adapters; some buffers are not."""
+        return bool(self._copies.get(id(tensor)))
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether this parameter keeps the values that it has: it is an adapter's, and in no file."""
+        return id(parameter) in self._kept
 
     def read_flat(self, flat: Flat, target: Tensor) -> None:
         """Fills ``target`` with the range of a flat that rests on this rank. Padding stays as it is."""
         with _OpenFiles() as files:
             for piece in flat.layout.pieces(flat.at_rest):
                 part = target[piece.offset :][: piece.numel]
+                if self.keeps(flat.parameters[piece.slot]):
+                    own = parallel.local(flat.parameters[piece.slot]).detach().reshape(-1)
+                    part.copy_(own[piece.start : piece.start + piece.numel])
+                    continue
                 self._read(files, flat.parameters[piece.slot], flat.layout.slots[piece.slot], piece.start, part)
 
     def read_buffer(self, buffer: Tensor) -> None:
@@ -210,6 +221,23 @@ def _ignored(name: str, model: nn.Module) -> bool:
     """Whether a Hugging Face model says that old files may have a tensor of this name."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _plain(name: str, model: nn.Module) -> str:
+    """A name without what ``torch.compile`` and PEFT add to it."""
+    name = name.replace("_orig_mod.", "")
+    if not _has_adapters(model):
+        return name
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return getattr(model, "peft_config", None) is not None
+
+
+def _has_value_of_adapter(named: dict[str, Tensor], name: str, model: nn.Module) -> bool:
+    """Whether a parameter is an adapter's, and has a value already."""
+    return _has_adapters(model) and ".lora_" in name and not named[name].is_meta
 
 
 def _listed(names: Sequence[str]) -> str:

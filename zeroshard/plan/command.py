@@ -48,7 +48,7 @@ def torchrun_command(setup: Setup, hardware: Hardware, subject: Subject) -> str:
     nodes = ""
     if hardware.nodes > 1:
         nodes = f"--nnodes {hardware.nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR "
-    ours = subject.preset is not None and setup.micro_batches == 1  # `zeroshard train` has one micro-batch a step
+    ours = subject.preset is not None
     program = " ".join(["-m zeroshard train", *_train_options(setup, subject)]) if ours else "train.py"
     if ours and hardware.on_cpu:
         program += " --set train.device=cpu"
@@ -60,6 +60,8 @@ def _train_options(setup: Setup, subject: Subject) -> Iterator[str]:
     """The options that turn a preset into the planned job."""
     yield f"{subject.preset} --stage {setup.stage} --precision {setup.precision}"
     yield f"--set train.batch={setup.batch} --tensor-parallel {setup.model_parallel}"
+    if setup.micro_batches > 1:
+        yield f"--set train.micro_batches={setup.micro_batches}"
     if setup.sequence != subject.sequence:
         yield f"--set model.sequence={setup.sequence}"
     if setup.checkpointing != subject.checkpointing:

@@ -10,8 +10,10 @@ from rich.table import Table
 
 from ..config.job import Job
 from ..config.options import Config
+from ..observe.ledger import Memory
 from .dryrun import DryRun
 from .memory.budget import WORKSPACE, Budget, budget
+from .memory.device_memory import DeviceMemory
 from .memory.rank_units import host_share, place
 from .model.gpt import from_config
 from .model.module import gathering
@@ -46,6 +48,7 @@ class Comparison:
             precision=self.job.precision,  # type: ignore[arg-type]
             batch=self.job.train.batch,
             sequence=self.job.gpt.sequence,
+            micro_batches=self.job.train.micro_batches,
             checkpointing=self.job.gpt.checkpointing or (config.activations is not None),
             **gathering(config),
         )
@@ -103,11 +106,12 @@ class Comparison:
     def _rows(self, needs: Budget, moved: Volume) -> Iterator[tuple[str, ...]]:
         """The rows about model states and communication."""
         run, psi, stage, ranks = self.run, self.run.parameters, int(self.config.stage), self._data_ranks
-        paper = paper_memory(stage, ranks, self.job.precision, self._host_part())
+        paper = paper_memory(stage, ranks, self.job.precision, self._host_part(), self.job.train.micro_batches)
         for row in paper.device:
-            sizes = getattr(run.at_step, row.kind), getattr(needs.at_step, row.kind), row.bytes(psi)
+            sizes = _bytes(run.at_step, row.kind), _bytes(needs.at_step, row.kind), row.bytes(psi)
             yield (f"{row.title}, GB", *map(_gb, sizes), str(row))
-        sizes = run.at_step.model_states, needs.at_step.model_states, total_bytes(paper.device, psi)
+        mine, planned = (at_step.model_states + at_step.accumulators for at_step in (run.at_step, needs.at_step))
+        sizes = mine, planned, total_bytes(paper.device, psi)
         yield ("all model states, GB", *map(_gb, sizes))
         if run.host is not None and self.config.offload is not None:
             states, planned = run.host.total - run.host.checkpoints, needs.host.total - needs.host_checkpoints
@@ -120,7 +124,7 @@ class Comparison:
             yield ("checkpoints on the host, GB", _gb(run.host.checkpoints), _gb(needs.host_checkpoints))
             crossed = sum(run.checkpoint_traffic.values()), moved.checkpoints_to_host + moved.checkpoints_to_device
             yield ("checkpoints to and from the host, GB", *map(_gb, crossed))
-        whole, formula = paper_volume(stage, ranks, run.kept / psi)
+        whole, formula = paper_volume(stage, ranks, run.kept / psi, self.job.train.micro_batches)
         counted = run.volume_elements / psi, moved.elements / psi, whole
         yield ("volume per step, Ψ", *(f"{number:.3f}" for number in counted), formula)
         if run.volume_model or moved.checkpoints_gathered:
@@ -136,6 +140,12 @@ class Comparison:
 
 KINDS = ("parameters", "gradients", "optimizer_states", "gathered", "buffers", "accumulators")
 IN_JSON = ("parameters", "real", "peak", "at_rest", "volume_elements", "volume_model_elements")
+
+
+def _bytes(memory: Memory | DeviceMemory, kind: str) -> int:
+    """The bytes of a kind. The sum of several micro-batches' gradients counts as gradients."""
+    more = memory.accumulators if kind == "gradients" else 0
+    return int(getattr(memory, kind)) + more
 
 
 def _peak(result: DryRun, needs: Budget) -> Iterator[tuple[str, ...]]:

@@ -156,8 +156,6 @@ def print_recommendation(
     console.print(f"Take stage {setup.stage}, offload {best.variant.name}: {why}.", style="bold", highlight=False)
     if setup.offload is not None and setup.offload.update_in_backward:
         console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")
-    if subject.preset is not None and setup.micro_batches > 1:
-        console.print("`zeroshard train` takes one micro-batch a step; several are a loop of your own.")
     call = f"model, optimizer = {command.shard_call(setup)}"
     for line in _broken(call, ", ", ",") + _broken(command.torchrun_command(setup, hardware, subject), " --", " \\"):
         console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)

@@ -2,10 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,13 +12,12 @@ from torch import Tensor, nn
 from ..config.job import ModelConfig
 from ..init.safetensors_file import Elements
 from ..init.weights import contents_of
-from ..runtime import runtime_of
 from ..storage.format import CheckpointError
-from ..storage.output import SHARD_BYTES, Output, Shards, WholeTensor, as_json
+from ..storage.output import SHARD_BYTES, as_json
 from ..storage.output import WEIGHTS as LIKE_WEIGHTS
-from ..storage.save import on_rank_zero
 from ..system.parse import parse_json, read_start
 from .gpt import GPT
+from .whole_weights import save_whole
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -65,45 +62,10 @@ def _is_ours(config: Path) -> bool:
 def save_weights(folder: Path, config: ModelConfig, model: nn.Module, shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write the whole parameters of a sharded model, and its shape. Returns the files on rank 0, the main one last.
 
-    Every rank calls this. Rank 0 writes parameter by parameter as units are gathered, so no rank ever has the whole
-    model. An error of rank 0 is raised on all ranks.
+    Every rank calls this. No rank ever has the whole model.
     """
-    runtime = runtime_of(model)
-    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
-    parameters = [parameter for unit in runtime.units for flat in unit.flats for parameter in flat.parameters]
-    assert len(parameters) == len(names), "the GPT has no buffers in its state dict, and no parameter under two names"
-    wholes = [WholeTensor(names[id(parameter)], tuple(parameter.shape), parameter.dtype) for parameter in parameters]
-    with Output(folder) as output:
-        writer = _Writer(output, config, wholes, shard_bytes)
-        on_rank_zero(runtime.fabric, writer.begin)
-        for parameter, values in runtime.whole_parameters():
-            if runtime.fabric.rank == 0:
-                values = values.cpu()
-            on_rank_zero(runtime.fabric, partial(writer.write, names[id(parameter)], values))
-        on_rank_zero(runtime.fabric, writer.end)
-    return output.files
-
-
-class _Writer:
-    """The work of rank 0, in three steps."""
-
-    def __init__(self, output: Output, config: ModelConfig, wholes: Sequence[WholeTensor], shard_bytes: int) -> None:
-        self._output, self._config, self._wholes, self._shard_bytes = output, config, wholes, shard_bytes
-        self._shards: Shards | None = None
-
-    def begin(self) -> None:
-        self._output.replace(earlier_weights(self._output.folder))
-        self._output.new(CONFIG, as_json(asdict(self._config)))
-        self._shards = Shards(self._output, self._wholes, self._shard_bytes)
-
-    def write(self, name: str, values: Tensor) -> None:
-        assert self._shards is not None
-        self._shards.write(name, values)
-
-    def end(self) -> None:
-        assert self._shards is not None
-        self._shards.finish()
-        self._output.show()
+    files = {CONFIG: as_json(asdict(config))}
+    return save_whole(folder, model, files, lambda: earlier_weights(folder), shard_bytes=shard_bytes)
 
 
 def load_weights(folder: Path, device: torch.device) -> GPT:

@@ -54,7 +54,7 @@ class Task(Protocol):
         """Return this rank's part of a step. Every rank has the same number."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return a micro-batch's part of the step's loss: the sum of all parts of a rank, averaged over ranks, is it."""
+        """Return a micro-batch's part of the step's loss, which is the sum of a rank's parts, averaged over ranks."""
 
     def evaluate(self, model: nn.Module) -> float | None:
         """Return the mean loss on held-out data; None if there is none. Every rank calls this."""

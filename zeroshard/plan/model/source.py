@@ -25,6 +25,7 @@ class Subject:
     """The shape of a GPT of ours."""
     factory: Factory | None = None
     batch: int = 1
+    micro_batches: int = 1
     sequence: int = 1024
     longest: int | None = None
     """The longest sequence that the model takes; None without a limit."""
@@ -70,6 +71,7 @@ def find_model(source: str) -> Subject:
         from_config(job.gpt, job.name),
         config=job.gpt,
         batch=job.train.batch,
+        micro_batches=job.train.micro_batches,
         sequence=job.gpt.sequence,
         checkpointing=job.gpt.checkpointing or job.shard.get("activations") is not None,
         model_parallel=job.train.tensor_parallel,

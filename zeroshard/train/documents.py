@@ -1,0 +1,146 @@
+"""Documents to train a language model on: text, JSON lines and Parquet. A mistake is told by file and line."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..system.words import quoted, word
+
+TEXT, LINES, PARQUET = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
+SUFFIXES = (*TEXT, *LINES, *PARQUET)
+TEXT_KEY, PROMPT, COMPLETION, MESSAGES, TOOLS = "text", "prompt", "completion", "messages", "tools"
+FORMS = (
+    '"text", "prompt" and "completion", or "messages" (a list of {"role", "content"}); other columns are not trained on'
+)
+MOST_TOLD = 5
+"""The most mistakes that are told at once."""
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on. The message names files and lines."""
+
+
+class Document(NamedTuple):
+    """One text, one prompt with its completion, or one conversation."""
+
+    where: str
+    """The file, and the line or row."""
+    row: Mapping[str, Any]
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """Return the files to read: those that are named, and those inside folders, in an order that does not vary.
+
+    Raises:
+        DataError: a path is not there, is of another kind, or a folder has nothing to train on.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            if not inside:
+                raise DataError(f"data: no file in {path} ends in {', '.join(SUFFIXES)}")
+            found += inside
+        elif not path.is_file():
+            raise DataError(f"data: no such file: {path}")
+        elif path.suffix not in SUFFIXES:
+            remedy = "; write one JSON object a line, as .jsonl" if path.suffix == ".json" else ""
+            raise DataError(f"data: {path} is none of {', '.join(SUFFIXES)}{remedy}")
+        else:
+            found.append(path)
+    return found
+
+
+def read_documents(files: Sequence[Path]) -> Iterator[Document]:
+    """Yield every document, in the order of files and lines. A text file is one document.
+
+    Raises:
+        DataError: with the first mistakes of the first file that has some.
+    """
+    for file in files:
+        mistakes: list[str] = []
+        for where, row in _rows(file):
+            problem = row if isinstance(row, str) else _problem(row)
+            if problem is not None:
+                mistakes.append(f"{where}: {problem}")
+                if len(mistakes) == MOST_TOLD:
+                    break
+            elif not mistakes and not isinstance(row, str):
+                yield Document(where, row)
+        if mistakes:
+            raise DataError("data cannot be used:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+
+
+def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+    """Yield the rows of a file, each with its place; a text in place of a row says what is wrong with it."""
+    if file.suffix in PARQUET:
+        yield from _parquet(file)
+        return
+    if file.suffix in TEXT:
+        try:
+            yield str(file), {TEXT_KEY: file.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            line = file.read_bytes()[: error.start].count(b"\n") + 1
+            yield f"{file}:{line}", "is no UTF-8 text"
+        return
+    with open(file, "rb") as lines:
+        for number, content in enumerate(lines, start=1):
+            if content.strip():
+                yield f"{file}:{number}", _parsed(content)
+
+
+def _parsed(line: bytes) -> Mapping[str, Any] | str:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError:
+        return "is no UTF-8 text"
+    except (ValueError, RecursionError) as error:
+        return f"is no JSON: {error}"
+    return row if isinstance(row, dict) else f"must be a JSON object, is {quoted(row, 40)}"
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        yield str(file), f"cannot be read: {error}"
+
+
+def _problem(row: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a row; None if it can be trained on."""
+    if row.get(MESSAGES) is not None:
+        return _problem_of_messages(row[MESSAGES])
+    if row.get(PROMPT) is not None or row.get(COMPLETION) is not None:
+        keys: tuple[str, ...] = (PROMPT, COMPLETION)
+    elif row.get(TEXT_KEY) is not None:
+        keys = (TEXT_KEY,)
+    else:
+        names = ", ".join(map(word, list(row)[:8])) or "nothing"
+        return f"has {names}; it needs {FORMS}"
+    for key in keys:
+        if not isinstance(row.get(key), str):
+            return f'"{key}" must be a string, is {quoted(row.get(key), 40)}'
+    if not row[keys[-1]]:
+        return f'"{keys[-1]}" is empty'
+    return None
+
+
+def _problem_of_messages(messages: object) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return f'"messages" must be a list of messages, is {quoted(messages, 40)}'
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f'message {number} must be {{"role", "content"}}, is {quoted(message, 40)}'
+        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+            return f'message {number}: "content" must be a string, is {quoted(message.get("content"), 40)}'
+    if not any(message["role"] == "assistant" for message in messages):
+        return "has no message of the assistant, so there is nothing to train on"
+    return None

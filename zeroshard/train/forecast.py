@@ -1,0 +1,139 @@
+"""What the plan says of a job before it starts: stage, offload and micro-batch for the memory that ranks have."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.offload import Offload
+from ..config.options import Config
+from ..plan.advice import Row, Variant
+from ..plan.foresee import Foresight, Room, name_of
+from ..system.sizes import size_text
+
+MOST_TOKENS = 1 << 16
+"""A larger micro-batch than this is no faster, and takes longer to trace."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One way to run a job."""
+
+    stage: int
+    offload: Offload | None
+    batch: int
+    """The most sequences of a micro-batch."""
+    micro_batches: int
+    told: str
+    """What was chosen and why, in a few lines."""
+    row: Row
+    """The plan of it."""
+    fits: bool
+
+
+class _Foresight(Foresight):
+    """The foresight for several micro-batches a step."""
+
+    def __init__(self, micro_batches: int, *given: Any) -> None:
+        super().__init__(*given)
+        self._setup = replace(self._setup, micro_batches=micro_batches)
+
+
+def forecast(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    room: Room,
+    *,
+    ranks: int,
+    sequences: int,
+    sequence: int,
+    most: int,
+) -> Forecast:
+    """Return the fastest way that fits; without times, the one that changes least.
+
+    Args:
+        model: the model, on the meta device.
+        optimizer: its optimizer.
+        options: of `shard()`. A stage or an offload that is no "auto" stays as it is.
+        room: the memory of a rank.
+        ranks: the ranks of the job.
+        sequences: of a rank in a step.
+        sequence: tokens of a sequence.
+        most: the most sequences of a micro-batch; 0 leaves that open.
+    """
+    found = [
+        _with_batch(model, optimizer, options, room, ranks, sequences, sequence, batch)
+        for batch in _batches(sequences, sequence, most)
+    ]
+    fitting = [each for each in found if each.fits]
+    if not fitting:
+        return found[-1]
+    return min(fitting, key=lambda each: (_seconds(each.row), -each.batch))
+
+
+def example_of(batch: int, sequence: int) -> dict[str, Any]:
+    """Return one micro-batch without values, as the plan traces it: with the loss.
+
+    Positions are left out: transformers looks at their values.
+    """
+    tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _batches(sequences: int, sequence: int, most: int) -> Iterator[int]:
+    """Yield micro-batches to consider, the largest first: those of a step in 1, 2, 4, 8 ... parts."""
+    if most:
+        yield min(most, sequences)
+        return
+    size = min(sequences, max(1, MOST_TOKENS // sequence))
+    while size > 1:
+        yield size
+        size = -(-size // 2)
+    yield 1
+
+
+def _with_batch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    room: Room,
+    ranks: int,
+    sequences: int,
+    sequence: int,
+    batch: int,
+) -> Forecast:
+    times = -(-sequences // batch)
+    config = Config.parse({**_allowed(options, times), "example": example_of(batch, sequence)})
+    foresight = _Foresight(times, model, optimizer, config, ranks, room)
+    advice = foresight.advise()
+    row = foresight.row(advice.stage, Variant(name_of(advice.offload), advice.offload))
+    asked = f"stage {advice.stage}, offload {row.variant.name}, as asked"
+    told = advice.problem or advice.warning or advice.chosen or asked
+    seconds = f", {row.time.total:.3g} s a step" if row.time is not None else ""
+    parts = f"micro-batch: {batch} × {sequence} tokens, {times} a step{seconds}; a rank at its peak: "
+    return Forecast(
+        advice.stage,
+        advice.offload,
+        batch,
+        times,
+        f"plan: {told.removeprefix('zeroshard: ')}\n{parts}{size_text(row.budget.peak.total)}",
+        row,
+        advice.problem is None and row.fits,
+    )
+
+
+def _allowed(options: Mapping[str, Any], micro_batches: int) -> Mapping[str, Any]:
+    """Return the options without what excludes several backward passes a step."""
+    offload = options.get("offload")
+    if micro_batches == 1 or not isinstance(offload, Mapping) or "allow" not in offload:
+        return options
+    allowed = [name for name in offload["allow"] if name != "update_in_backward"]
+    return {**options, "offload": {**offload, "allow": allowed}}
+
+
+def _seconds(row: Row) -> float:
+    """Return the time of a step; 0 where it is not known, so that the largest micro-batch is taken."""
+    return 0.0 if row.time is None else row.time.total

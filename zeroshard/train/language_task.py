@@ -1,0 +1,303 @@
+"""Fine-tuning as a task of the loop: a Hugging Face model, packed documents, loss on the tokens that are learned.
+
+A step is a fixed list of sequences. Ranks and micro-batches only divide the list, and the loss is the mean over the
+learned tokens of the whole step, whose number every rank knows from the data. So results do not depend on the hardware,
+beyond rounding.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import RenderableType
+from torch import Tensor, nn
+
+from ..comm.process_group import start_process_group
+from ..config.job import Job
+from ..plan import foresee
+from ..runtime import runtime_of
+from .checkpoints import Origin
+from .dataset import Dataset, read_dataset
+from .encoding import Encoder
+from .finetune_views import closing_lines, plan_table
+from .forecast import Forecast, example_of, forecast
+from .gpt_task import parameter_groups
+from .language_model import LanguageModel
+from .language_weights import folder_of, save_language_model
+from .packing import IGNORED, Order, Packed, Sequences, divide
+from .rank import Rank
+from .record import Record
+from .task import mean, shown
+
+PROBED = 8
+"""Tokens of the two sequences that show whether attention crosses from one document to another."""
+SAME = 1e-6
+"""A larger relative difference of logits means that it does."""
+
+
+class LanguageTask:
+    """Trains a causal language model, or adapters beside it."""
+
+    def __init__(self, job: Job, out: Path, here: Rank) -> None:
+        self._job, self._here = job, here
+        self._model = LanguageModel(job.language_model)
+        self._model.check()
+        self._sequence = self._model.sequence(job.files.sequence)
+        self._data = read_data(job, self._model, out)
+        self._order = Order(len(self._data.training), self._sequences_a_step, job.train.seed)
+        self._forecast: Forecast | None = None
+        self._isolated = True
+        self._count = 0
+        """Parameters of the model."""
+
+    @property
+    def _sequences_a_step(self) -> int:
+        return sequences_a_step(self._job, self._sequence)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the fingerprint of the tokens: their order is the run's position."""
+        return {"tokens": self._data.digest}
+
+    def start(self, job: Job, origin: Origin | None, here: Rank) -> Job:
+        """Ask the plan how to run the job here. Returns the job with its steps and its micro-batch."""
+        self._job = settled_steps(job, self._data, self._sequence)
+        start_process_group(here.device)
+        planned = self.build()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", here.world))
+        sharing = 1 if here.device.type == "cuda" else local
+        rooms = _gathered(foresee.room_of(planned, here.device, local_ranks=local, device_ranks=sharing), here.world)
+        if here.rank == 0:
+            self._forecast = plan_of(
+                self._job, planned, self.optimizer(planned), foresee.least(rooms), here.world, self._sequence
+            )
+        found = self._forecast
+        chosen = (found.stage, found.offload, found.batch, found.told, found.fits) if found is not None else None
+        stage, offload, batch, self._told, fits = _from_rank_zero(chosen, here.world)
+        if not fits and "auto" in (job.shard.get("stage"), job.shard.get("offload")):
+            raise ValueError(self._told)
+        self._count = sum(parameter.numel() for parameter in planned.parameters())
+        options = {name: value for name, value in job.shard.items() if name not in ("stage", "offload")}
+        self._options = {**options, "stage": stage, "offload": offload}
+        self._job = replace(self._job, train=replace(self._job.train, batch=batch))
+        return self._job
+
+    @property
+    def headline(self) -> str:
+        """Return the sizes of the model, the data and a step, and what the plan chose."""
+        return "\n".join([*headline(self._job, self._model, self._data, self._count, self._sequence), self._told])
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Return the tokens of all ranks in one step, with padding."""
+        return self._sequences_a_step * self._sequence
+
+    def build(self) -> nn.Module:
+        """Return the model on the meta device."""
+        return self._model.build(self._job.train.seed)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return AdamW with two groups, of what is trained."""
+        return optimizer_of(self._job, model)
+
+    def shard_options(self) -> dict[str, Any]:
+        """Return the options that the plan chose, and where the weights are."""
+        on_gpu = self._here.device.type == "cuda"
+        return {
+            "defragment": on_gpu,
+            **self._options,
+            "device": self._here.device,
+            "example": example_of(self._job.train.batch, self._sequence),
+            "weights": self._model.folder,
+        }
+
+    def prepare(self, model: nn.Module) -> None:
+        """Find out whether the model keeps documents of a sequence apart."""
+        self._isolated = keeps_apart(model, self._model.vocabulary, self._here.device)
+        if not self._isolated and self._here.rank == 0:
+            print("this model cannot tell packed documents apart: attention crosses from one to the next", flush=True)
+
+    def micro_batches(self, step: int) -> list[tuple[Packed, int]]:
+        """Return this rank's sequences of a step, each part with the number of tokens that the whole step learns."""
+        return self._divided(self._data.training, self._order.step(step))
+
+    def _divided(self, data: Sequences, numbers: Sequence[int]) -> list[tuple[Packed, int]]:
+        here, learned = self._here, data.learned(numbers)
+        parts = divide(numbers, here.data_rank, here.data_ranks, self._job.train.batch)
+        return [(self._positioned(data.take(part)).to(here.device), learned) for part in parts]
+
+    def _positioned(self, batch: Packed) -> Packed:
+        if self._isolated:
+            return batch
+        return batch._replace(positions=torch.arange(self._sequence).expand_as(batch.positions))
+
+    def loss(self, model: nn.Module, batch: tuple[Packed, int]) -> Tensor:
+        """Return the micro-batch's part of the mean loss over the step's learned tokens, times the ranks."""
+        packed, learned = batch
+        logits = model(input_ids=packed.tokens, position_ids=packed.positions, use_cache=False).logits
+        targets = packed.targets.flatten()
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
+        return summed * (self._here.data_ranks / learned)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> float | None:
+        """Return the mean loss over the learned tokens of some held-out sequences, always the same."""
+        data = self._data.held_out
+        if data is None:
+            return None
+        count = min(len(data), self._job.train.evaluate_batches * self._sequences_a_step)
+        numbers = [place * len(data) // count for place in range(count)]
+        model.eval()
+        total = torch.zeros((), device=self._here.device)
+        for batch in self._divided(data, numbers):
+            total += self.loss(model, batch)
+        model.train()
+        return mean(model, total)
+
+    @torch.no_grad()
+    def sample_sharded(self, model: nn.Module) -> str | None:
+        """Return what the model says after the beginning of a held-out document: the likeliest token each time.
+
+        All ranks compute the same text together, so it does not matter whether the model fits one device.
+        """
+        if not self._job.train.sample:
+            return None
+        fabric, tokenizer = runtime_of(model).fabric, self._model.tokenizer
+        model.eval()
+        tokens, prompt = list(self._data.prompt), len(self._data.prompt)
+        for _ in range(min(self._job.train.sample, self._sequence - prompt)):
+            given = torch.tensor([tokens], device=self._here.device)
+            logits = model(input_ids=given, use_cache=False).logits[0, -1]
+            tokens.append(int(fabric.from_rank_zero(int(logits.argmax()))))
+            if tokens[-1] == tokenizer.eos_token_id:
+                break
+        model.train()
+        asked, said = (tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[:prompt], tokens[prompt:]))
+        return f"{shown(asked)}\n  →\n{shown(said) or '    (nothing)'}"
+
+    def save(self, model: nn.Module, out: Path) -> list[Path]:
+        """Write a folder that transformers loads, or PEFT."""
+        return save_language_model(out, model, self._model, self._job)
+
+    def sample_saved(self, out: Path, device: torch.device) -> None:
+        """Return None: the sharded model was sampled."""
+
+    def closing(self, record: Record, out: Path) -> Sequence[RenderableType]:
+        """Return the measurements beside the plan, and how the result is loaded."""
+        assert self._forecast is not None, "rank 0 has it"
+        lines = closing_lines(folder_of(out, self._job), lora=bool(self._job.language_model.lora))
+        return [plan_table(record, self._forecast, self._here.device), *lines]
+
+
+def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a job."""
+    return torch.optim.AdamW(parameter_groups(model, job.train.weight_decay), lr=job.train.lr)
+
+
+def read_data(job: Job, model: LanguageModel, out: Path | None) -> Dataset:
+    """Return the job's data as tokens. They are stored in `out` for the next process that asks; None stores nothing."""
+    encoder = Encoder(model.tokenizer, model.vocabulary)
+    cache = None if out is None else out / "cache"
+    key = [*model.tokenizer_key, str(model.vocabulary)]
+    return read_dataset(job.files, model.sequence(job.files.sequence), job.train.seed, encoder, cache, key)
+
+
+def sequences_a_step(job: Job, sequence: int) -> int:
+    """Return how many sequences all ranks train on in a step.
+
+    Raises:
+        ValueError: not even one.
+    """
+    found = job.finetune.tokens_per_step // sequence
+    if not found:
+        raise ValueError(
+            f"train.tokens_per_step: {job.finetune.tokens_per_step} is less than one sequence of {sequence} tokens; "
+            "say more, or a shorter data.sequence"
+        )
+    return found
+
+
+def settled_steps(job: Job, data: Dataset, sequence: int) -> Job:
+    """Return the job with the number of its steps."""
+    if job.train.steps:
+        return job
+    whole = (job.finetune.epochs or 1.0) * len(data.training)
+    steps = max(1, math.ceil(whole / sequences_a_step(job, sequence)))
+    return replace(job, train=replace(job.train, steps=steps))
+
+
+def plan_of(
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    room: foresee.Room,
+    ranks: int,
+    sequence: int,
+) -> Forecast:
+    """Return what the plan chooses for a job."""
+    return forecast(
+        model,
+        optimizer,
+        job.shard,
+        room,
+        ranks=ranks,
+        sequences=-(-sequences_a_step(job, sequence) // ranks),
+        sequence=sequence,
+        most=job.train.batch,
+    )
+
+
+def headline(job: Job, model: LanguageModel, data: Dataset, parameters: int, sequence: int) -> list[str]:
+    """Return lines that say what is trained, and on what."""
+    adapters = f", adapters of rank {model.config.lora}" if model.config.lora else ""
+    trained, held_out = data.documents
+    sides = f"{trained:,} document(s) to train on, {held_out:,} held out"
+    skipped = f", {data.skipped:,} skipped that have nothing to predict" if data.skipped else ""
+    sequences = sequences_a_step(job, sequence)
+    none = "" if data.held_out is not None else "; none is held out, so nothing is evaluated"
+    return [
+        f"{model.folder.name}: {parameters / 1e6:,.2f}M parameters{adapters}, {job.precision}",
+        f"data: {sides}{skipped}, {data.tokens:,} tokens in {len(data.training):,} sequences of {sequence}{none}",
+        f"{job.train.steps:,} steps of {sequences} × {sequence} tokens, lr {job.train.lr:g}",
+    ]
+
+
+@torch.no_grad()
+def keeps_apart(model: nn.Module, vocabulary: int, device: torch.device) -> bool:
+    """Return whether a document's logits do not depend on the document before it. Every rank calls this.
+
+    Positions that begin again tell documents apart, in the models of transformers whose attention uses them.
+    """
+    half = PROBED // 2
+    tokens = torch.arange(PROBED).remainder(vocabulary)
+    others = torch.cat([(tokens[:half] + 1).flip(0).remainder(vocabulary), tokens[half:]])
+    positions = torch.arange(half).repeat(2)[None].to(device)
+    training = model.training
+    model.eval()
+    seen, other = (
+        model(input_ids=given[None].to(device), position_ids=positions, use_cache=False).logits[0, half:].float()
+        for given in (tokens, others)
+    )
+    model.train(training)
+    apart = bool((seen - other).abs().max() <= SAME * seen.abs().max())
+    return bool(runtime_of(model).fabric.from_rank_zero(apart))
+
+
+def _gathered(value: Any, world: int) -> list[Any]:
+    found: list[Any] = [value] * world
+    if dist.is_initialized() and world > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
+def _from_rank_zero(value: Any, world: int) -> Any:
+    found = [value]
+    if dist.is_initialized() and world > 1:
+        dist.broadcast_object_list(found)
+    return found[0]

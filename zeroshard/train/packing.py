@@ -1,0 +1,156 @@
+"""Documents packed into sequences of one length, and the sequences of every step.
+
+A piece is a document, or a part of one that is longer than a sequence. A sequence holds whole pieces. Each piece begins
+at position 0, so that attention does not cross from one to another where the model can tell them apart. What is left of
+a sequence is padding. Each token's target is the token after it in the same document, if that is trained on.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The target of a token whose successor is not predicted."""
+
+
+class Piece(NamedTuple):
+    """A range of tokens of one document."""
+
+    start: int
+    length: int
+
+
+class Packed(NamedTuple):
+    """Some sequences, each tensor [sequences, sequence] of int64."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    """Begin at 0 in each piece."""
+
+    def to(self, device: torch.device) -> "Packed":
+        """Return the same sequences on a device."""
+        return Packed(*(tensor.to(device) for tensor in self))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Packed sequences of a list of documents."""
+
+    tokens: Tensor
+    """The tokens of all documents, one after the other."""
+    targets: Tensor
+    """The target of each token, or `IGNORED`."""
+    packs: list[list[Piece]]
+    """The pieces of each sequence."""
+    length: int
+    """Tokens of a sequence."""
+
+    @classmethod
+    def pack(cls, tokens: Tensor, targets: Tensor, documents: Sequence[Piece], length: int, seed: int) -> "Sequences":
+        """Pack documents, in an order that the seed decides."""
+        pieces = []
+        learned = torch.cat([torch.zeros(1, dtype=torch.long), (targets != IGNORED).long().cumsum(0)])
+        for number in torch.randperm(len(documents), generator=_generator(seed)).tolist():
+            first, size = documents[number]
+            cuts = [Piece(start, min(length, first + size - start)) for start in range(first, first + size, length)]
+            pieces += [cut for cut in cuts if learned[cut.start + cut.length] > learned[cut.start]]
+        return cls(tokens, targets, pack(pieces, length), length)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def learned(self, numbers: Sequence[int]) -> int:
+        """Return how many tokens of these sequences are predicted."""
+        pieces = [piece for number in numbers for piece in self.packs[number]]
+        return sum(int((self.targets[p.start : p.start + p.length] != IGNORED).sum()) for p in pieces)
+
+    def take(self, numbers: Sequence[int | None]) -> Packed:
+        """Return sequences by their numbers; None stands for one of padding alone."""
+        shape = len(numbers), self.length
+        tokens, targets = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
+        positions = torch.zeros(shape, dtype=torch.long)
+        for row, number in enumerate(numbers):
+            pieces = [] if number is None else self.packs[number]
+            place = 0
+            for start, size in pieces:
+                part = slice(place, place + size)
+                tokens[row, part] = self.tokens[start : start + size].long()
+                targets[row, part] = self.targets[start : start + size].long()
+                positions[row, part] = torch.arange(size)
+                place += size
+            positions[row, place:] = torch.arange(self.length - place)  # the padding is a piece of its own
+        return Packed(tokens, targets, positions)
+
+
+def pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
+    """Put pieces into as few sequences as is easily found: the longest first, each where least room is left.
+
+    >>> pack([Piece(0, 3), Piece(3, 6), Piece(9, 2), Piece(11, 4)], length=8)
+    [[Piece(start=3, length=6), Piece(start=9, length=2)], [Piece(start=11, length=4), Piece(start=0, length=3)]]
+    """
+    packs: list[list[Piece]] = []
+    rooms: list[tuple[int, int]] = []
+    """The room that is left in each sequence, and its number; the least first."""
+    for piece in sorted(pieces, key=lambda piece: -piece.length):
+        place = bisect_left(rooms, (piece.length, 0))
+        if place == len(rooms):
+            packs.append([piece])
+            room, number = length - piece.length, len(packs) - 1
+        else:
+            room, number = rooms.pop(place)
+            packs[number].append(piece)
+            room -= piece.length
+        if room > 1:  # a piece of one token predicts nothing
+            insort(rooms, (room, number))
+    return packs
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which sequences each step trains on: all of them once an epoch, in an order that the seed decides."""
+
+    sequences: int
+    a_step: int
+    seed: int
+
+    def step(self, step: int) -> list[int]:
+        """Return the numbers of the sequences of a step; the first step is 1.
+
+        >>> order = Order(sequences=3, a_step=2, seed=0)
+        >>> sorted(order.step(1) + order.step(2)[:1]), len(order.step(2))
+        ([0, 1, 2], 2)
+        """
+        found: list[int] = []
+        place, end = (step - 1) * self.a_step, step * self.a_step
+        while place < end:
+            epoch, first = divmod(place, self.sequences)
+            shuffled = torch.randperm(self.sequences, generator=_generator(self.seed + 1 + epoch)).tolist()
+            found += shuffled[first : first + end - place]
+            place = (step - 1) * self.a_step + len(found)
+        return found
+
+
+def divide(numbers: Sequence[int], rank: int, ranks: int, most: int) -> list[list[int | None]]:
+    """Divide the sequences of a step: a list for each micro-batch of a rank, none longer than `most`.
+
+    Every rank has the same number of micro-batches of the same sizes. None stands for padding.
+
+    >>> divide([5, 6, 7], rank=1, ranks=2, most=1), divide(range(6), rank=0, ranks=1, most=4)
+    ([[7], [None]], [[0, 1, 2], [3, 4, 5]])
+    """
+    each = -(-len(numbers) // ranks)
+    mine: list[int | None] = [*numbers[rank * each : (rank + 1) * each]]
+    mine += [None] * (each - len(mine))
+    count = -(-each // most)
+    ends = [each * part // count for part in range(count + 1)]
+    return [mine[start:end] for start, end in pairwise(ends)]
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed % (1 << 63))
