@@ -50,7 +50,7 @@ def shard(
     >>> optimizer.step()
     """
     config = Config.parse(options)
-    check_model(model)
+    check_model(model, config)
     check_optimizer(model, optimizer, config)
     device = _choose_device(model, config)
     if config.defragment:

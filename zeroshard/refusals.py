@@ -14,7 +14,7 @@ from .runtime import is_sharded
 from .schedule.structure import leave, parallel_wrapper
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, config: Config) -> None:
     """Raises if this model cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -25,6 +25,8 @@ def check_model(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise ValueError("shard() was called under torch.inference_mode(), where nothing is trained; call it outside")
     devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 and config.weights is not None:  # files fill what is on meta; new adapters may have values
+        devices.discard(torch.device("meta"))
     if len(devices) > 1:
         raise ValueError(
             f"the model's parameters are on several devices ({', '.join(sorted(map(str, devices)))}); put them on one, "

@@ -1,0 +1,139 @@
+"""Hugging Face models as `finetune` trains them: weights in shards, adapters, packed documents, and refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import zeroshard
+from tests.matrix import slow
+from tests.ranks import on_ranks
+from tests.train.chats import VOCABULARY, make_model
+from zeroshard.config.finetune import LanguageModelConfig
+from zeroshard.train.language_model import LanguageModel
+from zeroshard.train.language_task import keeps_apart
+from zeroshard.train.packing import IGNORED, Piece, Sequences
+
+
+def source(folder: Path, **options: Any) -> LanguageModel:
+    return LanguageModel(LanguageModelConfig(huggingface=str(folder), **options))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("llama"))
+
+
+@on_ranks(2)
+def test_weights_go_into_shards_and_adapters_keep_the_values_that_they_have(folder: Path) -> None:
+    saved = load_file(folder / "model.safetensors")
+    whole = source(folder).build(0)
+    assert all(parameter.is_meta for parameter in whole.parameters())
+    model, _ = zeroshard.shard(whole, stage=3, precision="fp32", weights=folder)
+    found = zeroshard.full_state_dict(model)
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+    adapted = source(folder, lora=4).build(dist.get_rank())  # other values on the second rank
+    adapters = {name: value.clone() for name, value in adapted.named_parameters() if value.requires_grad}
+    assert all(".lora_" in name and not value.is_meta for name, value in adapters.items())
+    assert len(adapters) == 2 * 2 * 7, "two matrices beside seven layers in each of two blocks, none beside the head"
+    optimizer = torch.optim.AdamW([value for value in adapted.parameters() if value.requires_grad])
+    model, _ = zeroshard.shard(adapted, optimizer, stage=3, precision="fp32", weights=folder)
+    found = zeroshard.full_state_dict(model)
+    for name, value in found.items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        if name not in adapters:
+            assert torch.equal(value, saved[plain]), name
+        elif dist.get_rank() == 0:
+            assert torch.equal(value, adapters[name].detach()), name
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, {name: found[name] for name in adapters})
+    assert all(torch.equal(everybody[0][name], everybody[1][name]) for name in adapters), "rank 0's count"
+
+
+def loaded(folder: Path, attention: str = "") -> Any:
+    model, _ = zeroshard.shard(source(folder, attention=attention).build(0), precision="fp32", weights=folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_packed_document_has_the_logits_that_it_has_alone(attention: str, folder: Path) -> None:
+    model = loaded(folder, attention)
+    assert keeps_apart(model, VOCABULARY, torch.device("cpu"))
+    lengths = [5, 9, 4, 3]
+    tokens = torch.randint(VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    documents = [Piece(sum(lengths[:number]), size) for number, size in enumerate(lengths)]
+    data = Sequences.pack(tokens, torch.zeros_like(tokens), documents, 24, seed=0)
+    batch = data.take([0, 0])
+    with torch.no_grad():
+        packed = model(input_ids=batch.tokens, position_ids=batch.positions).logits
+        place = 0
+        for start, size in data.packs[0]:
+            alone = model(input_ids=tokens[None, start : start + size].long()).logits[0]
+            torch.testing.assert_close(packed[1, place : place + size], alone, atol=1e-6, rtol=1e-5)
+            place += size
+    assert place == 21, "all documents are in one sequence"
+    assert (batch.targets[0, place:] == IGNORED).all()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", slow("qwen2"), slow("mixtral"), slow("gemma")])
+def test_other_architectures_keep_packed_documents_apart(kind: str, tmp_path: Path) -> None:
+    assert keeps_apart(loaded(make_model(tmp_path, kind=kind)), VOCABULARY, torch.device("cpu"))
+
+
+def test_a_model_whose_states_run_on_is_found_out(tmp_path: Path) -> None:
+    sizes = {"state_size": 4, "num_hidden_layers": 1, "hidden_size": 16, "expand": 2}
+    model = loaded(make_model(tmp_path, kind="mamba", **sizes))
+
+    class WithPositions(torch.nn.Module):
+        """Mamba takes no positions; what is asked here is whether its states run on."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            return self.inner(input_ids=input_ids)
+
+    outer = WithPositions()
+    object.__setattr__(outer, "_zeroshard_runtime", model._zeroshard_runtime)
+    assert not keeps_apart(outer, VOCABULARY, torch.device("cpu"))
+
+
+def test_a_folder_that_cannot_be_trained_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    def broken(name: str, **changes: Any) -> LanguageModel:
+        copy = tmp_path / name
+        shutil.copytree(folder, copy)
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**config, **changes}))
+        return source(copy)
+
+    no_tokenizer = broken("tokenizer")
+    for file in no_tokenizer.folder.glob("tokenizer*"):
+        file.unlink()
+    no_weights = broken("weights")
+    (no_weights.folder / "model.safetensors").unlink()
+    (tmp_path / "empty").mkdir()
+    for model, expected in (
+        (no_tokenizer, "it has no tokenizer that can be read"),
+        (no_weights, r"has neither model\.safetensors nor model\.safetensors\.index\.json"),
+        (broken("bert", model_type="bert", architectures=["BertForMaskedLM"]), "'BertForMaskedLM' is no causal"),
+        (broken("t5", model_type="t5", architectures=["T5ForConditionalGeneration"]), "is no causal language model"),
+        (broken("quantised", quantization_config={"quant_method": "fp8"}), "its weights are quantised"),
+        (broken("unknown", model_type="nothing"), r"config\.json cannot be read"),
+        (source(tmp_path / "empty"), r"the folder has no config\.json"),
+        (source(tmp_path / "none"), "no such folder"),
+        (source(Path("somebody/model")), r"the Hugging Face hub did not give it.*hf download somebody/model"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            model.check()
+    with pytest.raises(ValueError, match=r"data\.sequence: 129 is more than the 128 positions"):
+        source(folder).sequence(129)
+    assert source(folder).sequence(0) == 128
