@@ -150,12 +150,13 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     require_libraries(job)
     from ..plan import foresee
     from ..train.language_model import LanguageModel
-    from ..train.language_task import headline, optimizer_of, plan_of, read_data, settled_steps
+    from ..train.language_task import headline, optimizer_of, plan_of, read_data, settled_steps, sizes_of
 
     device = resolve_device(job.train.device)
     ranks = count_ranks(arguments.ranks, device)
     source = LanguageModel(job.language_model)
     source.check()
+    source.check_weights()
     sequence = source.sequence(job.files.sequence)
     data = read_data(job, source, None)
     job = settled_steps(job, data, sequence)
@@ -163,7 +164,6 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     sharing = 1 if device == "cuda" else ranks
     room = foresee.room_of(model, device_of_rank(torch.device(device)), local_ranks=ranks, device_ranks=sharing)
     found = plan_of(job, model, optimizer_of(job, model), room, ranks * arguments.nnodes, sequence)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    print("\n".join([*headline(job, source, data, count, sequence), found.told]))
+    print("\n".join([*headline(job, source, data, sizes_of(model), sequence), found.told]))
     print("a dry run: nothing was started" + ("" if found.fits else ", and this would not fit"))
     return 0 if found.fits else 1

@@ -111,6 +111,7 @@ def _check_task(job: Job, out: Path) -> Job:
     earlier_result(folder_of(out, job))
     model = LanguageModel(job.model)
     model.check()
+    model.check_weights()
     return settled_steps(job, read_data(job, model, out), model.sequence(job.files.sequence))
 
 

@@ -175,7 +175,7 @@ class Job:
         folder = self.model.huggingface
         raise JobError(
             self.name,
-            [f"model.huggingface: this is for the built-in GPT; ask `zeroshard plan {folder}`, or `finetune`"],
+            [f"model.huggingface: this is for the built-in GPT; use `zeroshard plan {folder}`, or `finetune`"],
         )
 
     @property

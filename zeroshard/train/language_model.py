@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import inspect
 import logging
 import warnings
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.finetune import USUAL_SEQUENCE, LanguageModelConfig
-from ..init.weights import contents_of
+from ..init.weights import Weights, contents_of
 from ..system.words import quoted
+from .token_loss import loss_function
 
 NEEDED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Files of a model on the hub that are downloaded."""
@@ -34,6 +36,14 @@ class LanguageModel:
         """
         _ = self.causal_class, self.tokenizer
         contents_of(self.folder)
+
+    def check_weights(self) -> None:
+        """Raise if the files' names, shapes and dtypes are not the model's.
+
+        Raises:
+            ValueError: naming what does not fit.
+        """
+        Weights(self.folder, self.build(0))
 
     @cached_property
     def folder(self) -> Path:
@@ -130,6 +140,12 @@ class LanguageModel:
             raise ValueError(f"data.sequence: {asked} is more than the {longest} positions of {self.folder.name}")
         return asked or min(USUAL_SEQUENCE, longest or USUAL_SEQUENCE)
 
+    def inputs(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
+        """Return what the model's forward is given. A model without positions has none to be told."""
+        takes = inspect.signature(self.causal_class.forward).parameters  # type: ignore[attr-defined]
+        given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        return {name: value for name, value in given.items() if name in takes and value is not None}
+
     def build(self, seed: int) -> nn.Module:
         """Return the model on the meta device. Adapters, which are small, have values, the same on every rank.
 
@@ -148,6 +164,7 @@ class LanguageModel:
                 model: Any = automatic.from_config(settings, **options)
         except Exception as error:
             raise ValueError(f"model {self.folder}: transformers cannot build it: {error}") from None
+        model.loss_function = loss_function
         # What generation_config.json says is not part of the model's configuration, and is saved with the model.
         if (self.folder / "generation_config.json").is_file():
             found = transformers.GenerationConfig.from_pretrained(self.folder, local_files_only=True)

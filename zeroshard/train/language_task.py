@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import RenderableType
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from ..comm.process_group import start_process_group
 from ..config.job import Job
 from ..plan import foresee
 from ..runtime import runtime_of
+from ..system.device import identity
 from .checkpoints import Origin
 from .dataset import Dataset, read_dataset
 from .encoding import Encoder
@@ -30,10 +30,11 @@ from .forecast import Forecast, example_of, forecast
 from .gpt_task import parameter_groups
 from .language_model import LanguageModel
 from .language_weights import folder_of, save_language_model
-from .packing import IGNORED, Order, Packed, Sequences, divide
+from .packing import Order, Packed, Sequences, divide
 from .rank import Rank
 from .record import Record
 from .task import mean, shown
+from .token_loss import summed_loss
 
 PROBED = 8
 """Tokens of the two sequences that show whether attention crosses from one document to another."""
@@ -53,8 +54,7 @@ class LanguageTask:
         self._order = Order(len(self._data.training), self._sequences_a_step, job.train.seed)
         self._forecast: Forecast | None = None
         self._isolated = True
-        self._count = 0
-        """Parameters of the model."""
+        self._sizes = (0, 0)
 
     @property
     def _sequences_a_step(self) -> int:
@@ -71,7 +71,10 @@ class LanguageTask:
         start_process_group(here.device)
         planned = self.build()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", here.world))
-        sharing = 1 if here.device.type == "cuda" else local
+        sharing = local
+        if here.device.type == "cuda":
+            mine = identity(here.device)
+            sharing = _gathered(mine, here.world).count(mine)
         rooms = _gathered(foresee.room_of(planned, here.device, local_ranks=local, device_ranks=sharing), here.world)
         if here.rank == 0:
             self._forecast = plan_of(
@@ -82,7 +85,7 @@ class LanguageTask:
         stage, offload, batch, self._told, fits = _from_rank_zero(chosen, here.world)
         if not fits and "auto" in (job.shard.get("stage"), job.shard.get("offload")):
             raise ValueError(self._told)
-        self._count = sum(parameter.numel() for parameter in planned.parameters())
+        self._sizes = sizes_of(planned)
         options = {name: value for name, value in job.shard.items() if name not in ("stage", "offload")}
         self._options = {**options, "stage": stage, "offload": offload}
         self._job = replace(self._job, train=replace(self._job.train, batch=batch))
@@ -91,7 +94,7 @@ class LanguageTask:
     @property
     def headline(self) -> str:
         """Return the sizes of the model, the data and a step, and what the plan chose."""
-        return "\n".join([*headline(self._job, self._model, self._data, self._count, self._sequence), self._told])
+        return "\n".join([*headline(self._job, self._model, self._data, self._sizes, self._sequence), self._told])
 
     @property
     def tokens_a_step(self) -> int:
@@ -119,7 +122,7 @@ class LanguageTask:
 
     def prepare(self, model: nn.Module) -> None:
         """Find out whether the model keeps documents of a sequence apart."""
-        self._isolated = keeps_apart(model, self._model.vocabulary, self._here.device)
+        self._isolated = keeps_apart(model, self._model, self._here.device)
         if not self._isolated and self._here.rank == 0:
             print("this model cannot tell packed documents apart: attention crosses from one to the next", flush=True)
 
@@ -140,10 +143,8 @@ class LanguageTask:
     def loss(self, model: nn.Module, batch: tuple[Packed, int]) -> Tensor:
         """Return the micro-batch's part of the mean loss over the step's learned tokens, times the ranks."""
         packed, learned = batch
-        logits = model(input_ids=packed.tokens, position_ids=packed.positions, use_cache=False).logits
-        targets = packed.targets.flatten()
-        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
-        return summed * (self._here.data_ranks / learned)
+        logits = model(**self._model.inputs(packed.tokens, packed.positions)).logits
+        return summed_loss(logits, packed.targets) * (self._here.data_ranks / learned)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float | None:
@@ -173,7 +174,7 @@ class LanguageTask:
         tokens, prompt = list(self._data.prompt), len(self._data.prompt)
         for _ in range(min(self._job.train.sample, self._sequence - prompt)):
             given = torch.tensor([tokens], device=self._here.device)
-            logits = model(input_ids=given, use_cache=False).logits[0, -1]
+            logits = model(**self._model.inputs(given)).logits[0, -1]
             tokens.append(int(fabric.from_rank_zero(int(logits.argmax()))))
             if tokens[-1] == tokenizer.eos_token_id:
                 break
@@ -253,36 +254,43 @@ def plan_of(
     )
 
 
-def headline(job: Job, model: LanguageModel, data: Dataset, parameters: int, sequence: int) -> list[str]:
+def sizes_of(model: nn.Module) -> tuple[int, int]:
+    """Return how many parameters a model has, and how many of them are trained."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def headline(job: Job, model: LanguageModel, data: Dataset, sizes: tuple[int, int], sequence: int) -> list[str]:
     """Return lines that say what is trained, and on what."""
-    adapters = f", adapters of rank {model.config.lora}" if model.config.lora else ""
+    whole, learned = sizes
+    adapters = f", of which {learned / 1e6:,.2f}M in adapters of rank {model.config.lora} are trained"
+    adapters = adapters if model.config.lora else ""
     trained, held_out = data.documents
     sides = f"{trained:,} document(s) to train on, {held_out:,} held out"
     skipped = f", {data.skipped:,} skipped that have nothing to predict" if data.skipped else ""
     sequences = sequences_a_step(job, sequence)
     none = "" if data.held_out is not None else "; none is held out, so nothing is evaluated"
     return [
-        f"{model.folder.name}: {parameters / 1e6:,.2f}M parameters{adapters}, {job.precision}",
+        f"{model.folder.name}: {whole / 1e6:,.2f}M parameters{adapters}, {job.precision}",
         f"data: {sides}{skipped}, {data.tokens:,} tokens in {len(data.training):,} sequences of {sequence}{none}",
         f"{job.train.steps:,} steps of {sequences} × {sequence} tokens, lr {job.train.lr:g}",
     ]
 
 
 @torch.no_grad()
-def keeps_apart(model: nn.Module, vocabulary: int, device: torch.device) -> bool:
+def keeps_apart(model: nn.Module, source: LanguageModel, device: torch.device) -> bool:
     """Return whether a document's logits do not depend on the document before it. Every rank calls this.
 
     Positions that begin again tell documents apart, in the models of transformers whose attention uses them.
     """
-    half = PROBED // 2
+    half, vocabulary = PROBED // 2, source.vocabulary
     tokens = torch.arange(PROBED).remainder(vocabulary)
     others = torch.cat([(tokens[:half] + 1).flip(0).remainder(vocabulary), tokens[half:]])
     positions = torch.arange(half).repeat(2)[None].to(device)
     training = model.training
     model.eval()
     seen, other = (
-        model(input_ids=given[None].to(device), position_ids=positions, use_cache=False).logits[0, half:].float()
-        for given in (tokens, others)
+        model(**source.inputs(given[None].to(device), positions)).logits[0, half:].float() for given in (tokens, others)
     )
     model.train(training)
     apart = bool((seen - other).abs().max() <= SAME * seen.abs().max())
