@@ -252,6 +252,27 @@ def test_the_configuration_beside_the_run_is_the_same_job(runs: Runs) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(runs: Runs, made: Made, tmp_path: Path) -> None:
+    shown, out = two_ranks(runs)
+    file = tmp_path / "finetune.toml"
+    file.write_text((out / "finetune.toml").read_text())
+    command = [sys.executable, "-m", "zeroshard", "train", str(file), "--ranks", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**ONE_THREAD, "PYTHONUNBUFFERED": "1"})
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/8"):
+            break
+    process.terminate()
+    told = process.communicate(timeout=TIMEOUT)[0]
+    assert process.returncode == 0
+    assert "go on with the same command and --resume auto" in told
+    again = finetune(*command[3:], "--resume", "auto")
+    assert re.search(r"resumed after step [2-7]/8", again)
+    assert losses(again)[-1] == pytest.approx(losses(shown)[-1], abs=2e-3)
+    assert_same(out, tmp_path)
+
+
+@pytest.mark.slow
 def test_adapters_learn_and_peft_loads_them(runs: Runs, made: Made) -> None:
     import peft
 

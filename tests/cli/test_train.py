@@ -39,6 +39,10 @@ def held_out_losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+) (?:before|after)", output)]
 
 
+def training_losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step \d+/\d+ · loss ([\d.]+)", output)]
+
+
 class Runs:
     """A run of each stage on two ranks, made when it is first asked for: output and folder of weights."""
 
@@ -84,6 +88,37 @@ def test_the_closing_table_measures_what_the_paper_says(stage: int, runs: Runs) 
     measured, paper = (float(cell) for cell in cells["volume per step, Ψ"][:2])
     assert measured == paper
     assert paper == 2 if stage == 1 else 2 < paper < 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [["--stage=0"], ["--stage=1"], ["--stage=3", "--precision=bf16"], ["--offload=cpu"]]
+)
+def test_micro_batches_are_one_step_with_the_memory_and_volume_of_the_formulas(
+    options: list[str], runs: Runs, tmp_path: Path
+) -> None:
+    done = train(*options, "--ranks=2", "--set=train.batch=2", "--set=train.micro_batches=2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "12 steps of 2 × 2 × 2 × 64 bytes" in done.stdout
+    if "bf16" not in options[-1]:
+        assert training_losses(done.stdout) == pytest.approx(training_losses(runs[3][0]), abs=2e-3)
+    cells = {row[0].strip(): row[1:] for row in (line.split("│")[1:-1] for line in done.stdout.splitlines()) if row}
+    places = ("device ", "host ") if "offload" in options[-1] else ("",)
+    kinds = ("parameters, MB", "gradients, MB", "optimizer states, MB")
+    for kind in (*(f"{place}{kind}" for place in places for kind in kinds), "volume per step, Ψ"):
+        measured, paper = (float(cell) for cell in cells[kind][:2])
+        assert measured == pytest.approx(paper, rel=0.01, abs=0.011), kind
+
+
+@pytest.mark.slow
+def test_a_run_with_micro_batches_goes_on_with_the_same_sequences_on_other_ranks(tmp_path: Path) -> None:
+    several = ["--set=train.batch=2", "--set=train.micro_batches=2", "--save-every=6"]
+    whole = train("--ranks=2", *several, "--out", str(tmp_path / "whole"))
+    middle = tmp_path / "whole/checkpoints/step-00000006"
+    rest = train("--ranks=1", *several, "--resume", str(middle), "--out", str(tmp_path / "rest"))
+    assert rest.returncode == 0, rest.stderr
+    assert "12 steps of 1 × 4 × 2 × 64 bytes" in rest.stdout
+    assert training_losses(rest.stdout)[-2:] == pytest.approx(training_losses(whole.stdout)[-2:], abs=2e-3)
 
 
 @pytest.mark.parametrize("stage", [3, slow(1)])

@@ -21,6 +21,7 @@ def test_fp32_has_no_master_and_one_rank_divides_nothing() -> None:
 def test_volume_is_two_psi_below_stage_three_and_three_less_what_is_kept_in_it() -> None:
     assert [paper_volume(stage, 2, kept=0.25)[0] for stage in range(4)] == [2, 2, 2, 2.75]
     assert paper_volume(3, world=1, kept=0.25)[0] == 0
+    assert [paper_volume(stage, 2, kept=0.25, micro_batches=3)[0] for stage in range(4)] == [6, 4, 4, 8.25]
 
 
 def test_offload_leaves_an_eighth_on_the_device_and_divides_the_rest_among_the_hosts_ranks() -> None:

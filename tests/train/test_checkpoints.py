@@ -12,7 +12,7 @@ from torch import nn
 import zeroshard
 from tests.storage.forging import forge
 from zeroshard.config.job import Job, TrainConfig
-from zeroshard.train.checkpoints import AUTO, FOLDER, NEVER, ResumeError, RunCheckpoints, Start
+from zeroshard.train.checkpoints import AUTO, FOLDER, NEVER, Origin, ResumeError, RunCheckpoints, Start
 
 JOB = Job(name="small", train=TrainConfig(batch=4, lr=0.01, weight_decay=0.1, save_every=1))
 RANKS = 2
@@ -48,6 +48,22 @@ def test_other_ranks_take_their_share_of_the_batch_and_may_say_so(out: Path) -> 
     for ranks, share in ((1, 8), (2, 4), (4, 2)):
         for batch in (JOB.train.batch, share):
             assert Start.find(changed(batch=batch, steps=500), out, AUTO, ranks).job.train.batch == share
+
+
+def test_micro_batches_take_their_part_of_a_step_on_any_ranks() -> None:
+    origin = Origin(ranks=2, batch=4, micro_batches=3)  # 24 sequences a step
+
+    def share(ranks: int, **asked: int) -> tuple[int, int]:
+        return origin.share(ranks, changed(**{"batch": 4, "micro_batches": 3, **asked}))
+
+    assert [share(ranks) for ranks in (1, 2, 3, 8, 24)] == [(4, 6), (4, 3), (4, 2), (3, 1), (1, 1)]
+    assert share(1, batch=12, micro_batches=2) == (12, 2), "a job may say its own"
+    assert Origin(2, 4).share(1, changed()) == (8, 1)
+    with pytest.raises(ResumeError, match=r"the run had train\.micro_batches = 3, this job has 5"):
+        share(2, micro_batches=5)
+    with pytest.raises(ResumeError, match="which 5 ranks cannot divide evenly"):
+        share(5)
+    assert Origin.read({"ranks": 2, "batch": 4}) == Origin(2, 4), "of a checkpoint of an earlier version"
 
 
 @pytest.mark.parametrize("edit", [{"origin": {"x": 1}}, {"origin": {"ranks": 0, "batch": 4}}, {"step": "x"}])

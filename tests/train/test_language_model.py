@@ -21,9 +21,9 @@ from zeroshard.config.finetune import FilesConfig, LanguageModelConfig
 from zeroshard.config.job import FinetuneConfig, Job
 from zeroshard.storage.format import CheckpointError
 from zeroshard.train.language_model import LanguageModel
-from zeroshard.train.language_task import keeps_apart
+from zeroshard.train.language_task import computes_loss, keeps_apart
 from zeroshard.train.language_weights import earlier_result, folder_of, save_language_model
-from zeroshard.train.packing import IGNORED, Piece, Sequences
+from zeroshard.train.packing import IGNORED, Excerpt, Sequences
 
 
 def source(folder: Path, **options: Any) -> LanguageModel:
@@ -72,9 +72,10 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(attention: str, fold
     llama = source(folder, attention=attention)
     model = loaded(llama)
     assert keeps_apart(model, llama, torch.device("cpu"))
+    assert computes_loss(model, llama, torch.device("cpu"))
     lengths = [5, 9, 4, 3]
     tokens = torch.randint(VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    documents = [Piece(sum(lengths[:number]), size) for number, size in enumerate(lengths)]
+    documents = [Excerpt(sum(lengths[:number]), size) for number, size in enumerate(lengths)]
     data = Sequences.pack(tokens, torch.zeros_like(tokens), documents, 24, seed=0)
     batch = data.take([0, 0])
     with torch.no_grad():
@@ -99,9 +100,17 @@ def test_a_model_whose_states_run_on_from_document_to_document_is_found_out(tmp_
     assert not keeps_apart(loaded(mamba), mamba, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(("lora", "is_tied"), [(0, False), (4, False), (0, True), slow(4, True)])
 @on_ranks(2)
-def test_the_folder_that_is_written_has_the_logits_of_the_sharded_model(lora: int, folder: Path) -> None:
+def test_the_folder_that_is_written_has_the_logits_of_the_sharded_model(
+    lora: int, is_tied: bool, folder: Path, tied: Path
+) -> None:
+    folder = tied if is_tied else folder
     llama = source(folder, lora=lora)
     job = Job(name="job", model=llama.config, data=FilesConfig(), train=FinetuneConfig(), shard={"precision": "fp32"})
     whole = llama.build(0)
@@ -128,6 +137,7 @@ def test_the_folder_that_is_written_has_the_logits_of_the_sharded_model(lora: in
         import transformers
 
         loaded = transformers.AutoModelForCausalLM.from_pretrained(written)
+        assert loaded.config.tie_word_embeddings is is_tied
         assert len(list(written.glob("model-*.safetensors"))) > 1
         assert loaded.config.use_cache, "it generates as the model did that it was made of"
     with torch.no_grad():
@@ -138,6 +148,13 @@ def test_the_folder_that_is_written_has_the_logits_of_the_sharded_model(lora: in
         with pytest.raises(CheckpointError, match="which no `zeroshard finetune` wrote"):
             earlier_result(written)
         shutil.rmtree(out[0])
+
+
+def test_a_model_that_computes_another_loss_is_found_out(folder: Path) -> None:
+    llama = source(folder)
+    model = loaded(llama)
+    del model._loss_function
+    assert not computes_loss(model, llama, torch.device("cpu"))
 
 
 def test_a_folder_that_cannot_be_trained_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.train.packing import IGNORED, Order, Piece, Sequences, divide, pack
+from zeroshard.train.packing import IGNORED, Excerpt, Order, Sequences, divide, pack
 
 
 def sequences(lengths: list[int], length: int) -> Sequences:
@@ -13,7 +13,7 @@ def sequences(lengths: list[int], length: int) -> Sequences:
     tokens = torch.arange(1, 1 + sum(lengths), dtype=torch.int32)
     targets, documents, start = tokens + 1, [], 0
     for size in lengths:
-        documents.append(Piece(start, size))
+        documents.append(Excerpt(start, size))
         start += size
         targets[start - 1] = IGNORED
     return Sequences.pack(tokens, targets, documents, length, seed=3)
@@ -39,8 +39,8 @@ def test_positions_begin_again_in_each_piece_and_in_the_padding() -> None:
 
 def test_packing_leaves_little_unused() -> None:
     sizes = torch.randint(1, 100, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
-    packs = pack([Piece(0, size) for size in sizes], 100)
-    assert all(sum(piece.length for piece in pieces) <= 100 for pieces in packs)
+    packs = pack([Excerpt(0, size) for size in sizes], 100)
+    assert all(sum(excerpt.length for excerpt in excerpts) <= 100 for excerpts in packs)
     assert sum(sizes) / (100 * len(packs)) > 0.97
 
 

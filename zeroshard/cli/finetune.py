@@ -163,7 +163,7 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     model = source.build(job.train.seed)
     sharing = 1 if device == "cuda" else ranks
     room = foresee.room_of(model, device_of_rank(torch.device(device)), local_ranks=ranks, device_ranks=sharing)
-    found = plan_of(job, model, optimizer_of(job, model), room, ranks * arguments.nnodes, sequence)
+    found = plan_of(job, source, model, optimizer_of(job, model), room, ranks * arguments.nnodes, sequence)
     print("\n".join([*headline(job, source, data, sizes_of(model), sequence), found.told]))
     print("a dry run: nothing was started" + ("" if found.fits else ", and this would not fit"))
     return 0 if found.fits else 1

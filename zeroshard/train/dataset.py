@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config.finetune import FilesConfig
 from .documents import DataError, find_files, read_documents
 from .encoding import Encoder
-from .packing import IGNORED, Piece, Sequences
+from .packing import IGNORED, Excerpt, Sequences
 
 CACHE = "tokens"
 FORMAT = 1
@@ -76,9 +76,9 @@ def read_dataset(
         found = _encode(files, config.held_out, encoder)
         if stored is not None:
             _store(found, stored)
-    sides: list[list[Piece]] = [[], []]
+    sides: list[list[Excerpt]] = [[], []]
     for start, length, held_out in found.documents.tolist():
-        sides[held_out].append(Piece(start, length))
+        sides[held_out].append(Excerpt(start, length))
     training = Sequences.pack(found.tokens, found.targets, sides[0], sequence, seed)
     held_out = Sequences.pack(found.tokens, found.targets, sides[1], sequence, seed) if sides[1] else None
     if not training.packs:
@@ -123,12 +123,12 @@ def _encode(files: Sequence[Path], share: float, encoder: Encoder) -> _Encoded:
     return _Encoded(torch.cat(tokens), torch.cat(targets), torch.tensor(rows), skipped)
 
 
-def _prompt(found: _Encoded, piece: Piece, sequence: int) -> list[int]:
+def _prompt(found: _Encoded, excerpt: Excerpt, sequence: int) -> list[int]:
     """Return the first tokens of a document: up to the first that is predicted, or a few words of a text."""
-    learned = (found.targets[piece.start : piece.start + piece.length] != IGNORED).nonzero()
+    learned = (found.targets[excerpt.start : excerpt.start + excerpt.length] != IGNORED).nonzero()
     first = int(learned[0]) + 1
-    size = first if first > 1 else min(16, max(1, piece.length // 2))
-    return [int(token) for token in found.tokens[piece.start : piece.start + min(size, sequence // 2)]]
+    size = first if first > 1 else min(16, max(1, excerpt.length // 2))
+    return [int(token) for token in found.tokens[excerpt.start : excerpt.start + min(size, sequence // 2)]]
 
 
 def _hash(content: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """What the plan says of a job before it starts: stage, offload and micro-batch for the memory that ranks have."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from ..system.sizes import size_text
 
 MOST_TOKENS = 1 << 16
 """A larger micro-batch than this is no faster, and takes longer to trace."""
+AS_FAST = 0.99
+"""A way with this share of the best speed counts as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -46,41 +48,40 @@ def forecast(
     optimizer: torch.optim.Optimizer,
     options: Mapping[str, Any],
     room: Room,
+    example: Callable[[int], Mapping[str, Any]],
     *,
     ranks: int,
     sequences: int,
     sequence: int,
     most: int,
 ) -> Forecast:
-    """Return the fastest way that fits; without times, the one that changes least.
+    """Return the fastest way that fits, and of those that are as fast the one that takes least memory.
+
+    Without times it is the largest micro-batch that fits.
 
     Args:
         model: the model, on the meta device.
         optimizer: its optimizer.
         options: of `shard()`. A stage or an offload that is no "auto" stays as it is.
         room: the memory of a rank.
+        example: returns a micro-batch of so many sequences, as forward takes it.
         ranks: the ranks of the job.
         sequences: of a rank in a step.
         sequence: tokens of a sequence.
         most: the most sequences of a micro-batch; 0 leaves that open.
     """
     found = [
-        _with_batch(model, optimizer, options, room, ranks, sequences, sequence, batch)
+        _with_batch(model, optimizer, options, room, example(batch), ranks, sequences, sequence, batch)
         for batch in _batches(sequences, sequence, most)
     ]
     fitting = [each for each in found if each.fits]
     if not fitting:
         return found[-1]
-    return min(fitting, key=lambda each: (_seconds(each.row), -each.batch))
-
-
-def example_of(batch: int, sequence: int) -> dict[str, Any]:
-    """Return one micro-batch without values, as the plan traces it: with the loss.
-
-    Positions are left out: transformers looks at their values.
-    """
-    tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    return {"input_ids": tokens, "labels": tokens}
+    times = [each.row.time.total for each in fitting if each.row.time is not None]
+    if len(times) < len(fitting):
+        return max(fitting, key=lambda each: each.batch)
+    as_fast = [each for each, time in zip(fitting, times, strict=True) if AS_FAST * time <= min(times)]
+    return min(as_fast, key=lambda each: each.row.budget.peak.total + each.row.budget.host.total)
 
 
 def _batches(sequences: int, sequence: int, most: int) -> Iterator[int]:
@@ -100,13 +101,14 @@ def _with_batch(
     optimizer: torch.optim.Optimizer,
     options: Mapping[str, Any],
     room: Room,
+    example: Mapping[str, Any],
     ranks: int,
     sequences: int,
     sequence: int,
     batch: int,
 ) -> Forecast:
     times = -(-sequences // batch)
-    config = Config.parse({**_allowed(options, times), "example": example_of(batch, sequence)})
+    config = Config.parse({**_allowed(options, times), "example": example})
     foresight = _Foresight(times, model, optimizer, config, ranks, room)
     advice = foresight.advise()
     row = foresight.row(advice.stage, Variant(name_of(advice.offload), advice.offload))
@@ -132,8 +134,3 @@ def _allowed(options: Mapping[str, Any], micro_batches: int) -> Mapping[str, Any
         return options
     allowed = [name for name in offload["allow"] if name != "update_in_backward"]
     return {**options, "offload": {**offload, "allow": allowed}}
-
-
-def _seconds(row: Row) -> float:
-    """Return the time of a step; 0 where it is not known, so that the largest micro-batch is taken."""
-    return 0.0 if row.time is None else row.time.total

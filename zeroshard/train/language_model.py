@@ -4,6 +4,7 @@ import copy
 import hashlib
 import inspect
 import logging
+import re
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,9 @@ from .token_loss import loss_function
 
 NEEDED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Files of a model on the hub that are downloaded."""
+TOKENIZER = re.compile("token|vocab|merges|special_tokens|added_tokens|chat_template|spiece|sentencepiece")
+"""How the names of a tokenizer's files begin."""
+TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt")
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,6 @@ class LanguageModel:
         return found
 
     @cached_property
-    def usual_cache(self) -> bool:
-        """Whether the model uses a cache when it generates text."""
-        return bool(getattr(self.settings, "use_cache", True))
-
-    @cached_property
     def causal_class(self) -> type:
         """The class of the model.
 
@@ -117,11 +116,15 @@ class LanguageModel:
             ) from None
 
     @property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of the tokenizer, by name, with their content."""
+        files = [file for file in sorted(self.folder.iterdir()) if file.suffix in TOKENIZER_SUFFIXES]
+        return {file.name: file.read_bytes() for file in files if TOKENIZER.match(file.name)}
+
+    @property
     def tokenizer_key(self) -> list[str]:
         """What the tokens of a text depend on, as text."""
-        files = [file for file in sorted(self.folder.iterdir()) if file.suffix in (".json", ".model", ".jinja", ".txt")]
-        own = [file for file in files if file.name.startswith(("token", "vocab", "merges", "special", "added", "chat"))]
-        return [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in own]
+        return [hashlib.blake2b(content, digest_size=16).hexdigest() for content in self.tokenizer_files.values()]
 
     @cached_property
     def vocabulary(self) -> int:
@@ -143,8 +146,14 @@ class LanguageModel:
     def inputs(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
         """Return what the model's forward is given. A model without positions has none to be told."""
         takes = inspect.signature(self.causal_class.forward).parameters  # type: ignore[attr-defined]
-        given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-        return {name: value for name, value in given.items() if name in takes and value is not None}
+        told = positions is not None and "position_ids" in takes
+        return {"input_ids": tokens, **({"position_ids": positions} if told else {})}
+
+    def example(self, batch: int, sequence: int) -> dict[str, Any]:
+        """Return one micro-batch for the plan, with two documents a sequence: transformers looks at their positions."""
+        tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+        positions = torch.cat([torch.arange(sequence // 2), torch.arange(sequence - sequence // 2)])
+        return {**self.inputs(tokens, positions.expand(batch, sequence)), "labels": tokens}
 
     def build(self, seed: int) -> nn.Module:
         """Return the model on the meta device. Adapters, which are small, have values, the same on every rank.
@@ -165,10 +174,6 @@ class LanguageModel:
         except Exception as error:
             raise ValueError(f"model {self.folder}: transformers cannot build it: {error}") from None
         model.loss_function = loss_function
-        # What generation_config.json says is not part of the model's configuration, and is saved with the model.
-        if (self.folder / "generation_config.json").is_file():
-            found = transformers.GenerationConfig.from_pretrained(self.folder, local_files_only=True)
-            model.generation_config = found
         built: nn.Module = self._with_adapters(model, seed) if self.config.lora else model
         return built.train()
 

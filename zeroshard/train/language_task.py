@@ -26,7 +26,7 @@ from .checkpoints import Origin
 from .dataset import Dataset, read_dataset
 from .encoding import Encoder
 from .finetune_views import closing_lines, plan_table
-from .forecast import Forecast, example_of, forecast
+from .forecast import Forecast, forecast
 from .gpt_task import parameter_groups
 from .language_model import LanguageModel
 from .language_weights import folder_of, save_language_model
@@ -53,7 +53,7 @@ class LanguageTask:
         self._data = read_data(job, self._model, out)
         self._order = Order(len(self._data.training), self._sequences_a_step, job.train.seed)
         self._forecast: Forecast | None = None
-        self._isolated = True
+        self._isolated = self._computes_loss = True
         self._sizes = (0, 0)
 
     @property
@@ -63,7 +63,7 @@ class LanguageTask:
     @property
     def identity(self) -> dict[str, Any]:
         """Return the fingerprint of the tokens: their order is the run's position."""
-        return {"tokens": self._data.digest}
+        return {"content of data.files": self._data.digest[:16]}
 
     def start(self, job: Job, origin: Origin | None, here: Rank) -> Job:
         """Ask the plan how to run the job here. Returns the job with its steps and its micro-batch."""
@@ -78,7 +78,13 @@ class LanguageTask:
         rooms = _gathered(foresee.room_of(planned, here.device, local_ranks=local, device_ranks=sharing), here.world)
         if here.rank == 0:
             self._forecast = plan_of(
-                self._job, planned, self.optimizer(planned), foresee.least(rooms), here.world, self._sequence
+                self._job,
+                self._model,
+                planned,
+                self.optimizer(planned),
+                foresee.least(rooms),
+                here.world,
+                self._sequence,
             )
         found = self._forecast
         chosen = (found.stage, found.offload, found.batch, found.told, found.fits) if found is not None else None
@@ -116,12 +122,13 @@ class LanguageTask:
             "defragment": on_gpu,
             **self._options,
             "device": self._here.device,
-            "example": example_of(self._job.train.batch, self._sequence),
+            "example": self._model.example(self._job.train.batch, self._sequence),
             "weights": self._model.folder,
         }
 
     def prepare(self, model: nn.Module) -> None:
-        """Find out whether the model keeps documents of a sequence apart."""
+        """Find out whether the model keeps documents of a sequence apart, and computes the loss that it is given."""
+        self._computes_loss = computes_loss(model, self._model, self._here.device)
         self._isolated = keeps_apart(model, self._model, self._here.device)
         if not self._isolated and self._here.rank == 0:
             print("this model cannot tell packed documents apart: attention crosses from one to the next", flush=True)
@@ -138,13 +145,18 @@ class LanguageTask:
     def _positioned(self, batch: Packed) -> Packed:
         if self._isolated:
             return batch
-        return batch._replace(positions=torch.arange(self._sequence).expand_as(batch.positions))
+        return Packed(batch.tokens, batch.targets, torch.arange(self._sequence).expand_as(batch.positions))
 
     def loss(self, model: nn.Module, batch: tuple[Packed, int]) -> Tensor:
         """Return the micro-batch's part of the mean loss over the step's learned tokens, times the ranks."""
         packed, learned = batch
-        logits = model(**self._model.inputs(packed.tokens, packed.positions)).logits
-        return summed_loss(logits, packed.targets) * (self._here.data_ranks / learned)
+        given = self._model.inputs(packed.tokens, packed.positions)
+        summed: Tensor
+        if self._computes_loss:
+            summed = model(**given, labels=packed.targets).loss
+        else:
+            summed = summed_loss(model(**given).logits, packed.targets)
+        return summed * (self._here.data_ranks / learned)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float | None:
@@ -235,6 +247,7 @@ def settled_steps(job: Job, data: Dataset, sequence: int) -> Job:
 
 def plan_of(
     job: Job,
+    source: LanguageModel,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     room: foresee.Room,
@@ -247,6 +260,7 @@ def plan_of(
         optimizer,
         job.shard,
         room,
+        lambda batch: source.example(batch, sequence),
         ranks=ranks,
         sequences=-(-sequences_a_step(job, sequence) // ranks),
         sequence=sequence,
@@ -295,6 +309,20 @@ def keeps_apart(model: nn.Module, source: LanguageModel, device: torch.device) -
     model.train(training)
     apart = bool((seen - other).abs().max() <= SAME * seen.abs().max())
     return bool(runtime_of(model).fabric.from_rank_zero(apart))
+
+
+@torch.no_grad()
+def computes_loss(model: nn.Module, source: LanguageModel, device: torch.device) -> bool:
+    """Return whether the model's own loss is the sum over targets, as `LanguageModel.build` sets it. Not all ask.
+
+    Every rank calls this.
+    """
+    tokens = torch.arange(PROBED, device=device).remainder(source.vocabulary)[None]
+    targets = tokens.flip(1)
+    found = model(**source.inputs(tokens), labels=targets)
+    own = summed_loss(found.logits, targets)
+    same = found.loss is not None and bool((found.loss - own).abs() <= SAME * own.abs())
+    return bool(runtime_of(model).fabric.from_rank_zero(same))
 
 
 def _gathered(value: Any, world: int) -> list[Any]:

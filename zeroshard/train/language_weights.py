@@ -16,6 +16,7 @@ from .language_model import LanguageModel
 from .whole_weights import save_whole
 
 MODEL, ADAPTER = "model", "adapter"
+GENERATION = "generation_config.json"
 MARK = "zeroshard.json"
 """A file that says what a folder was made of. A folder that has it may be written again."""
 _ADAPTER_NAME = re.compile(r"(\.lora_\w+)\.default(?=\.|$)")
@@ -72,14 +73,12 @@ def _adapter_name(name: str) -> str | None:
 
 
 def _model_files(model: Any, source: LanguageModel, job: Job) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as folder:
-        settings = copy.deepcopy(model.config)
-        settings.architectures, settings.dtype = [type(model).__name__], DTYPES[job.precision]
-        settings.use_cache = source.usual_cache
-        settings.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        source.tokenizer.save_pretrained(folder)
-        return _contents(folder)
+    settings = copy.deepcopy(source.settings)
+    settings.architectures, settings.dtype = [type(model).__name__], DTYPES[job.precision]
+    files = {"config.json": settings.to_json_string().encode(), **source.tokenizer_files}
+    if (source.folder / GENERATION).is_file():  # as it is: transformers refuses to write some that it reads
+        files[GENERATION] = (source.folder / GENERATION).read_bytes()
+    return files
 
 
 def _adapter_files(model: Any, source: LanguageModel) -> dict[str, bytes]:
@@ -87,9 +86,5 @@ def _adapter_files(model: Any, source: LanguageModel) -> dict[str, bytes]:
         settings = copy.copy(model.peft_config["default"])
         settings.inference_mode = True
         settings.save_pretrained(folder)
-        source.tokenizer.save_pretrained(folder)
-        return _contents(folder)
-
-
-def _contents(folder: str) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    return {**files, **source.tokenizer_files}

@@ -1,6 +1,6 @@
 """Documents packed into sequences of one length, and the sequences of every step.
 
-A piece is a document, or a part of one that is longer than a sequence. A sequence holds whole pieces. Each piece begins
+An excerpt is a document, or a part of one that is longer than a sequence. A sequence holds whole excerpts. Each begins
 at position 0, so that attention does not cross from one to another where the model can tell them apart. What is left of
 a sequence is padding. Each token's target is the token after it in the same document, if that is trained on.
 """
@@ -18,7 +18,7 @@ IGNORED = -100
 """The target of a token whose successor is not predicted."""
 
 
-class Piece(NamedTuple):
+class Excerpt(NamedTuple):
     """A range of tokens of one document."""
 
     start: int
@@ -31,7 +31,7 @@ class Packed(NamedTuple):
     tokens: Tensor
     targets: Tensor
     positions: Tensor
-    """Begin at 0 in each piece."""
+    """Begin at 0 in each excerpt."""
 
     def to(self, device: torch.device) -> "Packed":
         """Return the same sequences on a device."""
@@ -46,29 +46,29 @@ class Sequences:
     """The tokens of all documents, one after the other."""
     targets: Tensor
     """The target of each token, or `IGNORED`."""
-    packs: list[list[Piece]]
-    """The pieces of each sequence."""
+    packs: list[list[Excerpt]]
+    """The excerpts of each sequence."""
     length: int
     """Tokens of a sequence."""
 
     @classmethod
-    def pack(cls, tokens: Tensor, targets: Tensor, documents: Sequence[Piece], length: int, seed: int) -> "Sequences":
+    def pack(cls, tokens: Tensor, targets: Tensor, documents: Sequence[Excerpt], length: int, seed: int) -> "Sequences":
         """Pack documents, in an order that the seed decides."""
-        pieces = []
+        excerpts = []
         learned = torch.cat([torch.zeros(1, dtype=torch.long), (targets != IGNORED).long().cumsum(0)])
         for number in torch.randperm(len(documents), generator=_generator(seed)).tolist():
             first, size = documents[number]
-            cuts = [Piece(start, min(length, first + size - start)) for start in range(first, first + size, length)]
-            pieces += [cut for cut in cuts if learned[cut.start + cut.length] > learned[cut.start]]
-        return cls(tokens, targets, pack(pieces, length), length)
+            cuts = [Excerpt(start, min(length, first + size - start)) for start in range(first, first + size, length)]
+            excerpts += [cut for cut in cuts if learned[cut.start + cut.length] > learned[cut.start]]
+        return cls(tokens, targets, pack(excerpts, length), length)
 
     def __len__(self) -> int:
         return len(self.packs)
 
     def learned(self, numbers: Sequence[int]) -> int:
         """Return how many tokens of these sequences are predicted."""
-        pieces = [piece for number in numbers for piece in self.packs[number]]
-        return sum(int((self.targets[p.start : p.start + p.length] != IGNORED).sum()) for p in pieces)
+        excerpts = [excerpt for number in numbers for excerpt in self.packs[number]]
+        return sum(int((self.targets[p.start : p.start + p.length] != IGNORED).sum()) for p in excerpts)
 
     def take(self, numbers: Sequence[int | None]) -> Packed:
         """Return sequences by their numbers; None stands for one of padding alone."""
@@ -76,37 +76,38 @@ class Sequences:
         tokens, targets = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORED)
         positions = torch.zeros(shape, dtype=torch.long)
         for row, number in enumerate(numbers):
-            pieces = [] if number is None else self.packs[number]
+            excerpts = [] if number is None else self.packs[number]
             place = 0
-            for start, size in pieces:
+            for start, size in excerpts:
                 part = slice(place, place + size)
                 tokens[row, part] = self.tokens[start : start + size].long()
                 targets[row, part] = self.targets[start : start + size].long()
                 positions[row, part] = torch.arange(size)
                 place += size
-            positions[row, place:] = torch.arange(self.length - place)  # the padding is a piece of its own
+            positions[row, place:] = torch.arange(self.length - place)  # the padding is an excerpt of its own
         return Packed(tokens, targets, positions)
 
 
-def pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
-    """Put pieces into as few sequences as is easily found: the longest first, each where least room is left.
+def pack(excerpts: Sequence[Excerpt], length: int) -> list[list[Excerpt]]:
+    """Put excerpts into as few sequences as is easily found: the longest first, each where least room is left.
 
-    >>> pack([Piece(0, 3), Piece(3, 6), Piece(9, 2), Piece(11, 4)], length=8)
-    [[Piece(start=3, length=6), Piece(start=9, length=2)], [Piece(start=11, length=4), Piece(start=0, length=3)]]
+    >>> found = pack([Excerpt(0, 3), Excerpt(3, 6), Excerpt(9, 2), Excerpt(11, 4)], length=8)
+    >>> [[excerpt.start for excerpt in together] for together in found]
+    [[3, 9], [11, 0]]
     """
-    packs: list[list[Piece]] = []
+    packs: list[list[Excerpt]] = []
     rooms: list[tuple[int, int]] = []
     """The room that is left in each sequence, and its number; the least first."""
-    for piece in sorted(pieces, key=lambda piece: -piece.length):
-        place = bisect_left(rooms, (piece.length, 0))
+    for excerpt in sorted(excerpts, key=lambda excerpt: -excerpt.length):
+        place = bisect_left(rooms, (excerpt.length, 0))
         if place == len(rooms):
-            packs.append([piece])
-            room, number = length - piece.length, len(packs) - 1
+            packs.append([excerpt])
+            room, number = length - excerpt.length, len(packs) - 1
         else:
             room, number = rooms.pop(place)
-            packs[number].append(piece)
-            room -= piece.length
-        if room > 1:  # a piece of one token predicts nothing
+            packs[number].append(excerpt)
+            room -= excerpt.length
+        if room > 1:  # an excerpt of one token predicts nothing
             insort(rooms, (room, number))
     return packs
 
