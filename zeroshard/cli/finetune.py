@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -123,6 +124,8 @@ def _tables(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _write(file: Path, text: str) -> None:
+    if os.environ.get("RANK", "0") != "0":  # under a torchrun of the user's
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
 
