@@ -72,7 +72,7 @@ def test_a_bad_field_is_refused_with_its_value_and_the_remedy(options: dict[str,
 
 
 BAD_TOGETHER: list[tuple[dict[str, Any], str]] = [
-    ({"offload": "gpu"}, r"offload='gpu' must be \"cpu\", \"auto\", a zeroshard\.Offload, or None"),
+    ({"offload": "gpu"}, r"offload='gpu' must be \"cpu\", \"auto\", a zeroshard\.Offload, "),
     ({"offload": True}, r"offload=True must be"),
     ({"offload": {"fraction": 1}}, r"offload\.fraction is unknown \(did you mean 'host_fraction'\?\); known: "),
     ({"offload": {"moments": "fp8"}}, r"offload\.moments='fp8' is unknown.*known: fp32, bf16, .*8bit"),

@@ -140,6 +140,13 @@ class Foresight:
         spare = 0 if self.room.on_cpu or row.setup.offload is None else SPARE * self.room.host
         return row.fits and row.host_room >= spare and self._leaves_room(row, STATES_SHARE)
 
+    def _may_fit(self, row: Row) -> bool:
+        """False if it is certain that memory runs out: by the whole plan, or by model states and buffers alone."""
+        if self.counts_activations:
+            return row.fits
+        certain = row.budget.at_step.model_states + row.budget.at_step.buffers
+        return certain <= self.hardware.usable_device_memory and row.host_room >= 0
+
     def _leaves_room(self, row: Row, share: float) -> bool:
         return self.counts_activations or row.budget.at_step.model_states <= share * self.room.device
 
@@ -154,11 +161,12 @@ class Foresight:
             return Advice(cast(Any, config.stage), config.offload, warning=warning)
         rows = list(self._candidates(config.choice, config.stage))
         best = recommend([row for row in rows if self.fits(row)])
-        taken = best or max(rows, key=lambda row: (row.fits, _shortest_room(row)))
+        taken = best or max(rows, key=lambda row: (self._may_fit(row), row.fits, _shortest_room(row)))
         stage, offload = cast(Any, taken.setup.stage), taken.setup.offload
-        if not taken.fits:
+        if not self._may_fit(taken):
             return Advice(stage, offload, problem=self.problem(taken))
-        return Advice(stage, offload, self._reason(taken, best is not None, rows))
+        warning = None if taken.fits else self.refusal(taken)
+        return Advice(stage, offload, self._reason(taken, best is not None, rows), warning)
 
     def _candidates(self, choice: OffloadChoice | None, asked: int | str) -> Iterator[Row]:
         """The settings that "auto" may choose. By default none changes results or restricts the training loop."""
@@ -283,8 +291,8 @@ class Foresight:
         if not rows:
             more = "more ranks, a smaller batch or activation checkpointing"
             least = max(self._everything(), key=_shortest_room)
-            named = f"{', '.join(shard_options(least.setup))} ({_size(least)})"
-            return f"No stage or offload would fit on {self.shards} rank(s): nearest comes {named}. It takes {more}."
+            nearest = "" if least.fits else f" Nearest comes {', '.join(shard_options(least.setup))} ({_size(least)})."
+            return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}.{nearest}"
         named = "; ".join(f"{', '.join(shard_options(row.setup))} ({_size(row)})" for row in rows[:SUGGESTED])
         return f"What would fit: {named}."
 
