@@ -191,9 +191,9 @@ class Foresight:
             found = on_host(percent)
             return found.room >= SPARE * self.room.device and self._leaves_room(found, DEVICE_SHARE)
 
-        percent = bisect_left(range(1, 100), True, key=has_room) + 1
-        if percent < 100:
-            yield on_host(percent)
+        less = on_host(bisect_left(range(1, 100), True, key=has_room) + 1)
+        if less.budget.host.total < row.budget.host.total:
+            yield less
 
     def _worthwhile(self, stage: int, variant: Variant) -> bool:
         """True if the offload is useful in this stage: first divide, then offload (ZeRO-Offload, 4.2).
@@ -291,7 +291,9 @@ class Foresight:
         if not rows:
             more = "more ranks, a smaller batch or activation checkpointing"
             least = max(self._everything(), key=_shortest_room)
-            nearest = "" if least.fits else f" Nearest comes {', '.join(shard_options(least.setup))} ({_size(least)})."
+            nearest = (
+                "" if self.fits(least) else f" Nearest comes {', '.join(shard_options(least.setup))} ({_size(least)})."
+            )
             return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}.{nearest}"
         named = "; ".join(f"{', '.join(shard_options(row.setup))} ({_size(row)})" for row in rows[:SUGGESTED])
         return f"What would fit: {named}."

@@ -16,6 +16,7 @@ import zeroshard
 
 from ..comm.process_group import end_process_group, start_process_group
 from ..config.job import Job, resolve_device
+from ..config.options import Config
 from ..runtime import runtime_of
 from ..storage.claim import claimed
 from ..system.allocator import defragment
@@ -246,8 +247,8 @@ def _sampled_text(job: Job, out: Path, device: torch.device) -> str:
 
 def _headline(job: Job, here: Rank, corpus: Corpus) -> str:
     kind = "GPU" if here.device.type == "cuda" else "CPU"
-    offload = job.shard.get("offload")
-    offload = "" if offload is None else f", offload {offload if isinstance(offload, str) else 'cpu'}"
+    chosen = Config.parse(job.shard)
+    offload = ", offload auto" if chosen.chooses_offload else "" if chosen.offload is None else ", offload cpu"
     if here.tensor_parallel > 1:
         offload += f", tensor parallel {here.tensor_parallel}"
     return (
