@@ -89,7 +89,7 @@ def test_nothing_is_changed_that_is_not_allowed(allow: tuple[str, ...], host: fl
 @pytest.mark.parametrize(
     "forbidding",
     [{"clip_grad_norm": 1.0}, {"on_nonfinite": "skip"}, {"precision": "fp16"}],
-    ids=lambda each: [*each][0],
+    ids=["clipping", "looking for NaN", "loss scaling"],
 )
 def test_options_that_need_all_gradients_exclude_an_update_in_backward(forbidding: dict[str, Any]) -> None:
     for host in (1.0, 1.7, 3):

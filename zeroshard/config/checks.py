@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -216,6 +217,7 @@ class _Type(NamedTuple):
     requirements: Sequence[Requirement]
 
 
+@cache  # "auto" tries hundreds of options
 def _types(section: type[Section]) -> dict[str, _Type]:
     found = {}
     for name, hint in get_type_hints(section, include_extras=True).items():

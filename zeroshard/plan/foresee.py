@@ -291,9 +291,8 @@ class Foresight:
         if not rows:
             more = "more ranks, a smaller batch or activation checkpointing"
             least = max(self._everything(), key=_shortest_room)
-            nearest = (
-                "" if self.fits(least) else f" Nearest comes {', '.join(shard_options(least.setup))} ({_size(least)})."
-            )
+            named = f"{', '.join(shard_options(least.setup))} ({_size(least)})"
+            nearest = "" if self.fits(least) else f" Nearest comes {named}."
             return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}.{nearest}"
         named = "; ".join(f"{', '.join(shard_options(row.setup))} ({_size(row)})" for row in rows[:SUGGESTED])
         return f"What would fit: {named}."
