@@ -132,3 +132,26 @@ def test_the_readme_shows_every_changed_line(example: Example) -> None:
     shown_lines = [line for line in shown.splitlines()[2:] if line[:1] in ("+", "-") and line[1:].strip()]
     before, after = (path.read_text().splitlines() for path in (example.original, example.sharded))
     assert shown_lines == changes(before, after)
+
+
+ONE_GPU = {
+    "train_32b.py": "--layers 8 --hidden 256 --vocabulary 512 --sequence 128 --steps 12 --lr 1e-3 --device-gib 0.04",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ONE_GPU)
+def test_what_one_gpu_holds_learns_when_it_is_small(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "one_gpu" / script), *ONE_GPU[script].split()],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", done.stdout, re.MULTILINE)]
+    assert losses[-1] < losses[0] - 1
+    assert "nothing is offloaded" not in done.stdout

@@ -60,7 +60,7 @@ while step < args.steps:
         batch = batch.to(device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
-        optimizer.clip_grad_norm_(1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -103,7 +103,7 @@ for step in range(1, args.steps + 1):
     tokens, targets = next_batch()
     loss = model(tokens, targets)
     loss.backward()
-    optimizer.clip_grad_norm_(1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
