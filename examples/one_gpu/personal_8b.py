@@ -98,7 +98,9 @@ model, optimizer = zeroshard.shard(
     example=(example, example),
 )
 at_start = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
-print(f"{parameters / 1e9:.2f}B parameters, ready in {time.perf_counter() - begin:.0f} s; {at_start:.1f} GiB on the GPU")
+print(
+    f"{parameters / 1e9:.2f}B parameters, ready in {time.perf_counter() - begin:.0f} s; {at_start:.1f} GiB on the GPU"
+)
 
 source, times, losses = text(), [], []
 if args.steps * args.tokens >= source.numel():

@@ -218,7 +218,7 @@ class _Type(NamedTuple):
 
 
 @cache  # "auto" tries hundreds of options
-def _types(section: type[Section]) -> dict[str, _Type]:
+def _types(section: Any) -> dict[str, _Type]:
     found = {}
     for name, hint in get_type_hints(section, include_extras=True).items():
         hint, *requirements = get_args(hint) if get_origin(hint) is Annotated else (hint,)
