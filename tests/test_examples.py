@@ -136,7 +136,7 @@ def test_the_readme_shows_every_changed_line(example: Example) -> None:
 
 ONE_GPU = {
     "train_32b.py": "--layers 8 --hidden 256 --vocabulary 512 --sequence 128 --steps 12 --lr 1e-3 --device-gib 0.04",
-    "personal_8b.py": "--layers 2 --hidden 64 --vocabulary 512 --tokens 512 --sequence 64 --steps 16 --lr 5e-3 --threads 1",
+    "personal_8b.py": "--layers 2 --hidden 64 --vocabulary 512 --tokens 512 --sequence 64 --steps 16 --lr 5e-3",
 }
 
 

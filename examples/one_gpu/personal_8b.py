@@ -3,10 +3,10 @@
 python examples/one_gpu/personal_8b.py --tokens 2048
 python examples/one_gpu/personal_8b.py --tokens 16384
 
-`offload="auto"` finds what fits, and prints its choice with the reasons; the options are those that the plan cannot know:
-bf16, recomputed blocks, and what auto may change. A larger GPU is held to `--gpu-gib`, a larger host to `--host-gib` for
-states and `--threads`. The model is built on the meta device by `transformers` and gets its first values unit by unit.
-The text is the source of Python's standard library, a byte a token, and no two steps see the same bytes.
+`offload="auto"` finds what fits, and prints its choice with the reasons. Given are only bf16, recomputed blocks, and
+what auto may change. Of a larger GPU the process takes `--gpu-gib`, of a larger host `--host-gib` for states, and
+`--threads`. The model is built on the meta device by `transformers` and gets its first values unit by unit. The text is
+the source of Python's standard library, a byte a token, and no two steps see the same bytes.
 
 `--layers 2 --hidden 64 --vocabulary 512 --tokens 256 --sequence 64 --steps 3` tries it on a small machine.
 """
@@ -98,9 +98,8 @@ model, optimizer = zeroshard.shard(
     example=(example, example),
 )
 at_start = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
-print(
-    f"{parameters / 1e9:.2f}B parameters, ready in {time.perf_counter() - begin:.0f} s; {at_start:.1f} GiB on the GPU"
-)
+seconds = time.perf_counter() - begin
+print(f"{parameters / 1e9:.2f}B parameters, ready in {seconds:.0f} s; peak until here: {at_start:.1f} GiB on the GPU")
 
 source, times, losses = text(), [], []
 if args.steps * args.tokens >= source.numel():

@@ -217,13 +217,16 @@ class _Type(NamedTuple):
     requirements: Sequence[Requirement]
 
 
-@cache  # "auto" tries hundreds of options
-def _types(section: Any) -> dict[str, _Type]:
+def _find_types(section: type[Section]) -> dict[str, _Type]:
     found = {}
     for name, hint in get_type_hints(section, include_extras=True).items():
         hint, *requirements = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         found[name] = _Type(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,), requirements)
     return found
+
+
+_types: Callable[[Any], dict[str, _Type]] = cache(_find_types)
+"""``_find_types``, once a class: "auto" makes hundreds of options."""
 
 
 def _checked(value: Any, kinds: Sequence[Any], requirements: Sequence[Requirement]) -> Any:
