@@ -16,9 +16,11 @@ from tests.ranks import on_ranks
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload, OffloadChoice
 from zeroshard.config.options import Config
+from zeroshard.plan import foresee as foresee_module
 from zeroshard.plan.advice import Variant
 from zeroshard.plan.foresee import Advice, Foresight, Room, least, room_of
 from zeroshard.plan.memory.device_memory import Phase
+from zeroshard.runtime import runtime_of
 from zeroshard.system import device, machine
 from zeroshard.train.gpt import GPT
 
@@ -175,6 +177,14 @@ def test_where_nothing_fits_the_error_says_what_comes_nearest_and_what_would_hel
     assert 'Nearest comes stage=0, offload=zeroshard.Offload(moments="8bit", split_master=True' in problem
 
 
+def test_a_choice_that_may_not_fit_names_the_call_too() -> None:
+    advice = advise(1.0, 8 * PSI / 1e9, shape=DEEP)  # it fits by the plan, and leaves the host too little
+    assert advice.problem is None
+    assert advice.chosen is not None
+    assert "and even that may not fit" in advice.chosen
+    assert named_call(advice.chosen).allow == ("moments",)
+
+
 def test_initialising_counts() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -289,3 +299,67 @@ def test_ranks_know_how_many_share_their_gpu(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         monkeypatch.undo()
     assert device.identity is original
+
+
+def shard_in(room: Room, **options: Any) -> tuple[nn.Module, Any]:
+    """Shards a model of 4.2 million parameters with the memory of a rank with a GPU. It computes on the CPU."""
+    original = foresee_module.room_of
+    foresee_module.room_of = lambda *_, **__: room
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
+        made = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return zeroshard.shard(model, made, precision="bf16", **options)
+    finally:
+        foresee_module.room_of = original
+
+
+def train(model: nn.Module, optimizer: Any) -> list[float]:
+    losses = []
+    for _ in range(6):
+        loss = model(torch.ones(4, 512, dtype=torch.bfloat16)).float().sub(1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(2)
+def test_ranks_with_different_rooms_take_one_choice_and_train() -> None:
+    rank = torch.distributed.get_rank()
+    ample, some, little = (Room(90_000_000, host, 2) for host in (90_000_000, 35_000_000, 15_000_000))
+    options: dict[str, Any] = {"stage": 2, "example": (torch.ones(4, 512),)}
+    model, optimizer = shard_in(some if rank else ample, offload=Offload.auto(threads=1), **options)
+    offload = runtime_of(model).config.offload
+    assert offload is not None
+    assert (offload.moments, offload.threads) == (torch.float32, 1)
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+
+    mine = little if rank else ample
+    with pytest.raises(ValueError, match='nothing that "auto" may choose fits here') as refused:
+        shard_in(mine, offload="auto", **options)
+    model, optimizer = shard_in(mine, offload=named_call(str(refused.value)), **options)
+    offload = runtime_of(model).config.offload
+    assert offload is not None
+    assert offload.moments == "8bit"
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    host = zeroshard.stats(model).host_memory
+    assert host is not None
+    assert host.total < 15_000_000
+
+
+def test_states_that_auto_leaves_on_the_device_are_there() -> None:
+    model, optimizer = shard_in(Room(120_000_000, 200_000_000), stage=0, offload="auto")
+    offload = runtime_of(model).config.offload
+    assert offload is not None
+    assert offload.host_fraction != "auto"
+    assert 0.2 < offload.host_fraction < 0.9
+    train(model, optimizer)
+    stats, block = zeroshard.stats(model), 512 * 512
+    staying = int(16 * (1 - offload.host_fraction))
+    assert stats.memory.optimizer_states == 12 * staying * block
+    assert stats.host_memory is not None
+    assert stats.host_memory.total == 14 * (16 - staying) * block

@@ -257,7 +257,7 @@ class Foresight:
         """Says why a row cannot fit, with sizes by kind, and what would fit."""
         lacks = ", and ".join(self._lacks(row, by_kind(row.budget.peak)))
         told = f"stage {row.setup.stage}, offload {row.variant.name} will not fit: a rank needs {lacks}."
-        return f"{told} {self.counted()} {self.suggestion(self.fitting())}"
+        return f"{told} {self.counted()} {self._remedy()}"
 
     def _lacks(self, row: Row, kinds: str = "") -> Iterator[str]:
         """What a row needs and does not get."""
@@ -277,14 +277,16 @@ class Foresight:
             f'nothing that "auto" may choose fits here. Nearest comes stage {nearest.setup.stage}, offload '
             f"{nearest.variant.name}, but a rank then needs {lacks}. {self.counted()}"
         )
+        return f"{told} {self._remedy()}"
+
+    def _remedy(self) -> str:
+        """The call with more allowances that would fit, if "auto" was asked for. Otherwise settings that would fit."""
         for choice in more_allowed(self.config.choice) if self.config.choice is not None else ():
             best = recommend([row for row in self._candidates(choice, self.config.stage) if self.fits(row)])
             if best is not None:
-                return (
-                    f"{told} This would fit: {choice} (stage {best.setup.stage}, offload {best.variant.name}: "
-                    f"{_size(best)}). It changes results or what the training loop may do; see zeroshard.Offload."
-                )
-        return f"{told} {self.suggestion(self.fitting())}"
+                setting = f"stage {best.setup.stage}, offload {best.variant.name}: {_size(best)}"
+                return f"This would fit: {choice} ({setting}). It changes results, or what the training loop may do."
+        return self.suggestion(self.fitting())
 
     def suggestion(self, rows: Sequence[Row]) -> str:
         """Names the first rows that fit."""
@@ -330,7 +332,7 @@ class Foresight:
         if taken.budget.host.total:
             told += f"; {size_text(taken.budget.host.total)} of {size_text(self.room.host)} on the host"
         told += "".join(f". {reason}" for reason in self._reasons(taken))
-        return f"{told}. {self.counted()}" + ("" if fits or not taken.fits else f" {self.suggestion(self.fitting())}")
+        return f"{told}. {self.counted()}" + ("" if fits or not taken.fits else f" {self._remedy()}")
 
     def _reasons(self, taken: Row) -> Iterator[str]:
         """For each allowance that was used: why."""
