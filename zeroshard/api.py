@@ -191,7 +191,10 @@ def _warn_of_one_unit(runtime: Runtime) -> None:
 def _consult_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
 ) -> tuple[Config, Foresight | None]:
-    """Fills in a stage or offload of "auto", the same on all ranks. Warns if the configuration does not fit."""
+    """Fills in a stage or offload of "auto", the same on all ranks. Warns if the configuration does not fit.
+
+    Raises on all ranks, before memory is taken, if nothing fits that may be chosen.
+    """
     if any(compat.is_fake(parameter) for parameter in model.parameters()):  # a dry run without a device
         if config.stage == "auto" or config.chooses_offload:
             raise ValueError('"auto" asks what fits this machine, and a dry run without a device takes no memory')

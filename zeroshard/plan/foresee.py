@@ -161,7 +161,7 @@ class Foresight:
             return Advice(cast(Any, config.stage), config.offload, warning=warning)
         rows = list(self._candidates(config.choice, config.stage))
         best = recommend([row for row in rows if self.fits(row)])
-        taken = best or max(rows, key=lambda row: (self._may_fit(row), row.fits, _shortest_room(row)))
+        taken = best or max(rows, key=lambda row: (self._may_fit(row), row.fits, *_nearness(row)))
         stage, offload = cast(Any, taken.setup.stage), taken.setup.offload
         if not self._may_fit(taken):
             return Advice(stage, offload, problem=self.problem(taken))
@@ -292,7 +292,7 @@ class Foresight:
         """Names the first rows that fit."""
         if not rows:
             more = "more ranks, a smaller batch or activation checkpointing"
-            least = max(self._everything(), key=_shortest_room)
+            least = max(self._everything(), key=_nearness)
             named = f"{', '.join(shard_options(least.setup))} ({_size(least)})"
             nearest = "" if self.fits(least) else f" Nearest comes {named}."
             return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}.{nearest}"
@@ -389,5 +389,6 @@ def _is_plain(row: Row) -> bool:
     )
 
 
-def _shortest_room(row: Row) -> float:
-    return min(row.room, row.host_room)
+def _nearness(row: Row) -> tuple[float, float]:
+    """A key to sort by: bytes that are lacking on device and host together, then the bytes that stay free."""
+    return min(0, row.room) + min(0, row.host_room), min(row.room, row.host_room)
