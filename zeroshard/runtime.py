@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .comm import parallel
 from .comm.fabric import Fabric
 from .config.layout import UNLIMITED, find_units
-from .config.options import Config
-from .config.table import state_table
+from .config.options import AUTO, Activations, Config
+from .config.table import Extent, state_table
 from .init.materialise import adopt_values
 from .observe.ledger import Ledger, Memory, Stats, StepTraffic
 from .observe.shortage import Answer
@@ -25,6 +25,7 @@ from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.treatment import Treatment
 from .recompute.checkpoint import ActivationCheckpoints
+from .recompute.choice import Choice
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reads import Reads
@@ -143,7 +144,27 @@ class Runtime(NotCopyable):
             self.model,
             [(block.name, block.module) for block, is_recomputed in zip(blocks, chosen, strict=True) if is_recomputed],
         )
+        if options.recompute == AUTO:
+            checkpoints.choice = self._choice([block.module for block in blocks], options)
         return checkpoints
+
+    def _choice(self, blocks: list[nn.Module], options: Activations) -> Choice:
+        """For ``recompute="auto"``."""
+        if self.table.parameters.extent is Extent.SHARD and len(blocks) < len(self.units) - 1:
+            raise ValueError(
+                'activations.recompute="auto" lets each rank choose by its own inputs, and in stage 3 a block that is '
+                "larger than max_unit_bytes makes other collectives where it is recomputed; raise max_unit_bytes, or "
+                "give a share or names of blocks"
+            )
+        optimizer, fabric = self.optimizer, self.fabric
+        return Choice(
+            blocks,
+            fabric.device,
+            fabric.local_ranks if fabric.device.type == "cpu" else 1,
+            inputs_count=options.offload or (options.partition and fabric.model.world > 1),
+            has_states=lambda: optimizer is not None and optimizer.steps > optimizer.skipped_steps,
+            backwards=lambda: self.reducer.backwards,
+        )
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -250,8 +271,12 @@ class Runtime(NotCopyable):
             loss_scale=None if self.scaler is None else self.scaler.scale,
             stop_reason=self.faults.stop_reason,
             recomputed_blocks=0 if self.checkpoints is None else self.checkpoints.recomputed,
-            recompute_reason=None if self.checkpoints is None else self.checkpoints.reason,
+            recompute_reason=None if self._chooses is None else self._chooses.reason,
         )
+
+    @property
+    def _chooses(self) -> Choice | None:
+        return None if self.checkpoints is None else self.checkpoints.choice
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -279,8 +304,14 @@ class Runtime(NotCopyable):
 
     def agree(self, purpose: str) -> None:
         self.schedule.discard_failed_backward()
+        if self._chooses is not None:
+            self.reducer.recompute_asked = self._chooses.vote
         with compat.label("zeroshard.agree"):
             is_new = self.reducer.agree(purpose)
+        if self._chooses is not None:
+            told = self._chooses.settle(self.reducer.recompute_agreed)
+            if told is not None and self.fabric.rank == 0:
+                print(f"zeroshard: {told}")
         if is_new and self.optimizer is not None:
             self.optimizer.gradients_came()
 
@@ -297,6 +328,8 @@ class Runtime(NotCopyable):
     def end_step(self) -> None:
         self.reducer.clear()
         self.schedule.lifetimes.end_step()
+        if self._chooses is not None:
+            self._chooses.end_step()
         self._buffers.follow_rank_zero()
         volume = self.fabric.take_volume()
         self._traffic = StepTraffic(

@@ -1,0 +1,293 @@
+"""``Activations(recompute="auto")``: as few blocks are recomputed as the device has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from tests.matrix import Stages, in_stages
+from tests.ranks import on_ranks
+from tests.recompute.test_activations import Net, assert_same_bits
+from tests.training import STAGES, adamw
+from zeroshard import Activations
+from zeroshard.config.bounds import FRAGMENTS
+from zeroshard.plan.dryrun import _LiveStorages
+from zeroshard.recompute.choice import Choice
+from zeroshard.system import device
+from zeroshard.system.sizes import size_text
+
+AUTO = Activations(recompute="auto")
+DEPTH, ROWS = 6, 50
+BASE = 1_000_000
+"""The peak of the device below, while every block is recomputed."""
+
+
+@contextmanager
+def room(*free: int) -> Iterator[None]:
+    """A device on which so many bytes stay free at the peak. With several sizes: on each rank its own."""
+    mine = free[dist.get_rank() % len(free)]
+    there = int((BASE + mine) / (1 - FRAGMENTS)) + 1
+    originals = device.used_memory, device.available_memory, device.peak_memory
+    device.used_memory = lambda _: 0
+    device.available_memory = lambda *_: there
+    device.peak_memory = lambda _: BASE
+    try:
+        yield
+    finally:
+        device.used_memory, device.available_memory, device.peak_memory = originals
+
+
+def built(**options: Any) -> tuple[Net, zeroshard.ShardedOptimizer]:
+    torch.manual_seed(1)
+    model = Net(depth=DEPTH)
+    return zeroshard.shard(
+        model, adamw(model.parameters()), **{"stage": 2, "activations": AUTO, **options}
+    )
+
+
+def step(model: nn.Module, optimizer: Any, rows: int = ROWS, micro_batches: int = 1) -> int:
+    """One step. Returns how often blocks ran again in backward."""
+    with runs(model) as ran:
+        for _ in range(micro_batches):
+            model(torch.ones(rows, 7)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return len(ran) - micro_batches * DEPTH
+
+
+@contextmanager
+def runs(model: Any) -> Iterator[list[int]]:
+    """Collects the numbers of the blocks whose forward runs."""
+    ran: list[int] = []
+    hooks = [
+        block.up.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+        for number, block in enumerate(model.blocks)
+    ]
+    try:
+        yield ran
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def bytes_of_a_block(rows: int = ROWS) -> int:
+    """What autograd keeps of a block, by the storages that are alive after a forward."""
+    kept = []
+    for share in (0.5, 1):
+        model, _ = built(activations=Activations(recompute=share))
+        with _LiveStorages() as live:
+            output = model(torch.ones(rows, 7))
+            kept.append(live.now())
+            del output
+    return (kept[0] - kept[1]) // (DEPTH // 2)
+
+
+@on_ranks(1)
+def test_as_many_blocks_keep_their_activations_as_there_is_room_for() -> None:
+    block = bytes_of_a_block()
+    assert block > ROWS * 2 * 10 * 4, "the inner activations alone are as large"
+    for free, expected in ((0, 6), (block, 6), (2 * block, 5), (4 * block + block // 2, 3), (7 * block, 0)):
+        with room(free):  # one block more than is kept must fit
+            model, optimizer = built()
+            assert [step(model, optimizer) for _ in range(5)] == [6, 6, expected, expected, expected], free / block
+            assert zeroshard.stats(model).recomputed_blocks == expected
+
+
+@on_ranks(1)
+def test_bytes_are_those_that_autograd_keeps() -> None:
+    model, optimizer = built()
+    sizes: list[int] = []
+    settle = Choice.settle
+
+    def watched(self: Choice, agreed: int) -> str | None:
+        if agreed >= 0:
+            sizes.append(self._largest)
+        return settle(self, agreed)
+
+    Choice.settle = watched  # type: ignore[method-assign]
+    try:
+        with room(0):
+            for _ in range(2):
+                step(model, optimizer)
+    finally:
+        Choice.settle = settle  # type: ignore[method-assign]
+    assert sizes == [bytes_of_a_block()]
+
+
+@on_ranks(2)
+def test_ranks_with_different_room_take_one_decision_which_is_told_once() -> None:
+    block = bytes_of_a_block()
+    with room(8 * block, 3 * block), redirect_stdout(StringIO()) as told:
+        model, optimizer = built()
+        assert [step(model, optimizer) for _ in range(4)] == [6, 6, 4, 4]
+    reason = zeroshard.stats(model).recompute_reason
+    if dist.get_rank():
+        assert not told.getvalue()
+        taken, free = size_text(2 * block), size_text(3 * block)
+        assert reason == f"recomputes 4 of 6 blocks: the others' activations take {taken} of the {free} free"
+    else:
+        assert reason == "recomputes 4 of 6 blocks: another rank has no room for less"
+        assert told.getvalue() == f"zeroshard: {reason}\n"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_auto_changes_no_bit(stage: int) -> None:
+    """Whatever it chooses, with larger inputs on one rank between."""
+    block = bytes_of_a_block(6)
+
+    def run(**options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(1)
+        model = Net(depth=DEPTH)
+        model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage, **options)
+        losses = []
+        for number in range(7):
+            rows = 9 if (number, dist.get_rank()) == (4, 1) else 6
+            torch.manual_seed(number)
+            loss = model(torch.randn(rows, 7)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, zeroshard.full_state_dict(model)
+
+    for offload in (None, "cpu"):
+        plain = run(offload=offload)
+        for free, away in ((0, False), (5 * block, False), (9 * block, True)):
+            options = Activations(recompute="auto", offload=away)
+            with room(free):
+                assert_same_bits(run(offload=offload, activations=options), plain, (offload, free, away))
+
+
+@in_stages
+@on_ranks(2)
+def test_larger_inputs_are_recomputed_by_their_rank_and_lead_to_a_new_decision(stages: Stages) -> None:
+    """A rank that recomputes more than the others makes the same collectives, also in stage 3."""
+    block = bytes_of_a_block()
+    for stage in stages:
+        with room(5 * block):
+            model, optimizer = built(stage=stage)
+            assert [step(model, optimizer) for _ in range(3)] == [6, 6, 2]
+            assert step(model, optimizer, rows=ROWS // 2) == 2, "smaller inputs need no measuring"
+            ours = ROWS * 2 if dist.get_rank() else ROWS
+            assert step(model, optimizer, rows=ours) == (6 if dist.get_rank() else 2)
+            expected = 5  # of twice the size only one fits, and another must
+            assert zeroshard.stats(model).recomputed_blocks == expected
+            assert step(model, optimizer, rows=ours) == expected
+            assert step(model, optimizer, rows=3 * ROWS) == 6
+            assert step(model, optimizer, rows=3 * ROWS) == zeroshard.stats(model).recomputed_blocks == 6
+
+
+@on_ranks(2)
+def test_gradients_that_add_up_are_measured_before_they_are_counted_on() -> None:
+    block = bytes_of_a_block()
+    with room(5 * block):
+        model, optimizer = built()
+        assert [step(model, optimizer) for _ in range(3)] == [6, 6, 2]
+        assert step(model, optimizer, micro_batches=3) == 2 + 6 + 6
+        assert step(model, optimizer, micro_batches=3) == 3 * 2
+        model, optimizer = built()
+        assert [step(model, optimizer, micro_batches=2) for _ in range(4)] == [12, 12, 4, 4]
+        with runs(model) as ran:
+            with zeroshard.no_sync(model):
+                model(torch.ones(ROWS, 7)).sum().backward()
+            model(torch.ones(ROWS, 7)).sum().backward()
+        assert len(ran) == 2 * (DEPTH + 2)
+
+
+@on_ranks(2)
+def test_several_forwards_before_one_backward_need_room_for_all() -> None:
+    block = bytes_of_a_block()
+
+    def two(model: nn.Module, optimizer: Any) -> int:
+        with runs(model) as ran:
+            (model(torch.ones(ROWS, 7)) + model(torch.ones(ROWS, 7))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return len(ran) - 2 * DEPTH
+
+    with room(5 * block):
+        model, optimizer = built()
+        assert [step(model, optimizer) for _ in range(3)] == [6, 6, 2]
+        assert two(model, optimizer) == 2 + 6, "the second forward was not foreseen"
+        model, optimizer = built()
+        assert [two(model, optimizer) for _ in range(3)] == [12, 12, 8], "two blocks of each fit, and one more must"
+
+
+@on_ranks(1)
+def test_evaluation_and_forwards_without_a_backward_change_nothing() -> None:
+    block = bytes_of_a_block()
+    with room(5 * block):
+        model, optimizer = built()
+        for _ in range(3):
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(9 * ROWS, 7))
+            model.train()
+            step(model, optimizer)
+        assert zeroshard.stats(model).recomputed_blocks == 2
+        alive = [model(torch.ones(ROWS, 7)) for _ in range(3)]  # of a validation that forgot no_grad()
+        with runs(model) as ran:
+            alive[0].sum().backward()
+        assert len(ran) == 2, "the first was foreseen"
+        with runs(model) as ran:
+            alive[2].sum().backward()
+        assert len(ran) == DEPTH, "the others were not, and hold no more than their inputs"
+
+
+@on_ranks(1)
+def test_a_block_that_is_called_by_itself_is_recomputed() -> None:
+    with room(10**9):
+        model, optimizer = built()
+        for _ in range(3):
+            step(model, optimizer)
+        assert zeroshard.stats(model).recomputed_blocks == 0
+        with runs(model) as ran:
+            x = torch.ones(ROWS, 10, requires_grad=True) * 2
+            model.blocks[0](x).sum().backward()
+        assert ran == [0, 0]
+
+
+@on_ranks(1)
+def test_a_run_that_goes_on_measures_its_own_second_step() -> None:
+    with room(10**9), TemporaryDirectory() as folder:
+        model, optimizer = built()
+        step(model, optimizer)
+        zeroshard.save(folder, model, optimizer)
+        model, optimizer = built()
+        zeroshard.load(folder, model, optimizer)
+        assert [step(model, optimizer) for _ in range(3)] == [6, 6, 0]
+
+
+@on_ranks(2)
+def test_what_auto_cannot_decide_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"larger than max_unit_bytes makes other collectives.*raise max_unit_bytes"):
+        built(stage=3, max_unit_bytes=700)
+    built(stage=2, max_unit_bytes=700)
+
+    class Constant(Net):
+        def forward(self, rows: int) -> Tensor:  # type: ignore[override]
+            return super().forward(torch.ones(rows, 7))
+
+    model = Constant()
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=AUTO)
+    with pytest.raises(ValueError, match=r"is given none; give a share or names of blocks"):
+        model(3)
+
+
+@on_ranks(1)
+def test_on_a_cpu_the_process_memory_is_measured() -> None:
+    model, optimizer = built()
+    steps = [step(model, optimizer) for _ in range(3)]
+    assert steps[:2] == [6, 6]
+    assert steps[2] == zeroshard.stats(model).recomputed_blocks == 0, "a few kilobytes fit"
+    assert device.used_memory(torch.device("cpu")) <= device.peak_memory(torch.device("cpu"))
