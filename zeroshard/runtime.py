@@ -25,7 +25,7 @@ from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.treatment import Treatment
 from .recompute.checkpoint import ActivationCheckpoints
-from .recompute.choice import Choice
+from .recompute.choice import Choice, Sizes
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reads import Reads
@@ -273,6 +273,13 @@ class Runtime(NotCopyable):
             recomputed_blocks=0 if self.checkpoints is None else self.checkpoints.recomputed,
             recompute_reason=None if self._chooses is None else self._chooses.reason,
         )
+
+    def start_recomputing(self, blocks: int, sizes: Sizes, reason: str) -> None:
+        """Takes the plan's decision on how many blocks to recompute, for inputs of these sizes."""
+        if self._chooses is not None:
+            self._chooses.start(blocks, sizes, reason)
+            if self.fabric.rank == 0:
+                print(f"zeroshard: {reason}")
 
     @property
     def _chooses(self) -> Choice | None:

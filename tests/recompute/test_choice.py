@@ -20,9 +20,12 @@ from tests.recompute.test_activations import Net, assert_same_bits
 from tests.training import STAGES, adamw
 from zeroshard import Activations
 from zeroshard.config.bounds import FRAGMENTS
+from zeroshard.config.options import Config
+from zeroshard.plan.advice import Variant
 from zeroshard.plan.dryrun import _LiveStorages
+from zeroshard.plan.foresee import Foresight, Room
 from zeroshard.recompute.choice import Choice
-from zeroshard.system import device
+from zeroshard.system import device, machine
 from zeroshard.system.sizes import size_text
 
 AUTO = Activations(recompute="auto")
@@ -291,3 +294,72 @@ def test_on_a_cpu_the_process_memory_is_measured() -> None:
     assert steps[:2] == [6, 6]
     assert steps[2] == zeroshard.stats(model).recomputed_blocks == 0, "a few kilobytes fit"
     assert device.used_memory(torch.device("cpu")) <= device.peak_memory(torch.device("cpu"))
+
+
+# -- decided by the plan ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def host_of(size: int) -> Iterator[None]:
+    """A machine whose memory is so large, for each rank of it."""
+    original = machine.usable_memory
+    machine.usable_memory = lambda: size * dist.get_world_size()
+    try:
+        yield
+    finally:
+        machine.usable_memory = original
+
+
+def planned_peak(share: float, stage: int) -> int:
+    torch.manual_seed(1)
+    model = Net(depth=DEPTH)
+    options = Activations(recompute=share) if share else None
+    config = Config(stage=stage, activations=options, example=torch.ones(ROWS, 7))
+    found = Foresight(model, adamw(model.parameters()), config, 2, Room(10**9, 10**9, 2, on_cpu=True))
+    return found.row(stage, Variant("none", None)).budget.peak.total
+
+
+@in_stages
+@on_ranks(2)
+def test_with_an_example_the_plan_decides_before_the_first_step(stages: Stages) -> None:
+    for stage in stages:
+        example = torch.ones(ROWS, 7)
+        peaks = {first: planned_peak(Activations.share(first, DEPTH), stage) for first in range(DEPTH + 1)}
+        assert len(set(peaks.values())) > 3
+        for expected in (0, 2, 5):
+            with host_of(peaks[expected]), redirect_stdout(StringIO()) as told:
+                model, optimizer = built(stage=stage, example=example)
+                least = min(first for first, peak in peaks.items() if peak <= peaks[expected])
+                assert zeroshard.stats(model).recomputed_blocks == least
+            with room(0):
+                assert step(model, optimizer) == least
+                assert step(model, optimizer, rows=2 * ROWS) == 6, "more than the example"
+            reason = zeroshard.stats(model).recompute_reason
+            assert reason is not None
+            assert f"recomputes {least} of 6 blocks: " in told.getvalue() or dist.get_rank()
+
+
+@on_ranks(2)
+def test_stage_and_recomputation_are_chosen_together() -> None:
+    room_there = planned_peak(0.5, 3)
+    with host_of(room_there), redirect_stdout(StringIO()) as told:
+        model, optimizer = built(stage="auto", example=torch.ones(ROWS, 7))
+    seen = zeroshard.stats(model)
+    assert planned_peak(Activations.share(seen.recomputed_blocks, DEPTH), seen.stage) <= room_there
+    assert step(model, optimizer) == seen.recomputed_blocks
+    assert dist.get_rank() or "chosen" in told.getvalue()
+
+
+@on_ranks(1)
+def test_an_example_that_cannot_be_traced_leaves_the_decision_to_the_second_step() -> None:
+    class Valued(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.sum().item() > 0
+            return super().forward(x)
+
+    with room(10**9):
+        model = Valued(depth=DEPTH)
+        model, optimizer = zeroshard.shard(
+            model, adamw(model.parameters()), stage=2, activations=AUTO, example=torch.ones(ROWS, 7, device="meta")
+        )
+        assert [step(model, optimizer) for _ in range(3)] == [6, 6, 0]

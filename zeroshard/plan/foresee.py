@@ -19,14 +19,16 @@ from ..config.offload import Offload
 from ..config.options import Config
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
+from ..recompute.choice import Sizes, said, sizes_of
 from ..system import machine as facts
 from ..system.sizes import size_text
-from .advice import Row, Variant, recommend, variants
+from .advice import Row, Variant, recommend, variants, with_fewest_recomputed
 from .command import shard_options
 from .machine.hardware import Hardware, profile_of
 from .memory.device_memory import KIND_TITLES, DeviceMemory
 from .memory.model_states import STATES_SHARE
 from .model.module import examine, has_kernel, setup_of
+from .model.trace import Trace
 from .model.tracer import samples_of, tokens_of
 
 SUGGESTED = 3
@@ -65,6 +67,15 @@ def least(rooms: Sequence[Room]) -> Room:
     return Room(device, host, first.local_ranks, first.title, first.on_cpu)
 
 
+class Decision(NamedTuple):
+    """How many blocks to recompute, with ``Activations(recompute="auto")``."""
+
+    recomputed: int
+    sizes: Sizes
+    """Of the inputs in the example that it is decided for."""
+    reason: str
+
+
 @dataclass(frozen=True)
 class Advice:
     """The settings that ``shard()`` takes, and the messages it prints."""
@@ -75,6 +86,7 @@ class Advice:
     """The reason, if "auto" was to be decided."""
     warning: str | None = None
     """What does not fit, if something does not."""
+    decision: Decision | None = None
 
 
 class Foresight:
@@ -87,7 +99,8 @@ class Foresight:
         self._setup = setup_of(model, optimizer, config, shards)
         self._model, self.activations = examine(model, config, self._setup)
         if self.counts_activations:
-            self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=config.activations)
+            recomputes = self._model.recomputes if isinstance(self._model, Trace) else True
+            self._setup = replace(self._setup, checkpointing=recomputes, activations=config.activations)
             batch, sequence = tokens_of(config.example)
             self._setup = replace(self._setup, batch=batch or samples_of(config.example), sequence=sequence or 1)
         self._offloads = optimizer is None or has_kernel(optimizer)
@@ -106,7 +119,7 @@ class Foresight:
     def row(self, stage: int, variant: Variant) -> Row:
         """The plan of one stage and offload."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)
-        return Row(variant, self._model, setup, self.hardware)
+        return with_fewest_recomputed(Row(variant, self._model, setup, self.hardware), self.fits)
 
     def fits(self, row: Row) -> bool:
         """True if the row fits. If activations are not counted, model states must also leave room for them."""
@@ -121,13 +134,22 @@ class Foresight:
         if config.stage != "auto" and not config.chooses_offload:
             row = self.row(config.stage, Variant(name_of(config.offload), config.offload))
             warning = None if row.fits else self.refusal(row)
-            return Advice(cast(Any, config.stage), config.offload, warning=warning)
+            return Advice(cast(Any, config.stage), config.offload, warning=warning, decision=self._decision(row))
         rows = list(self._candidates())
         best = recommend([row for row in rows if self.fits(row)])
         taken = best or max(rows, key=_shortest_room)
         warning = None if taken.fits else self.refusal(taken)
         reason = self._reason(taken, best is not None, rows)
-        return Advice(cast(Any, taken.setup.stage), taken.setup.offload, reason, warning)
+        return Advice(cast(Any, taken.setup.stage), taken.setup.offload, reason, warning, self._decision(taken))
+
+    def _decision(self, row: Row) -> Decision | None:
+        """What the plan decides of ``recompute="auto"``. None without an example."""
+        if isinstance(self._model, Trace):
+            return None
+        every = replace(row, setup=replace(row.setup, checkpointing=True, activations=self.config.activations))
+        taken = row.budget.peak.total - every.budget.peak.total
+        reason = said(row.recomputed, row.traced.blocks, max(0, taken), max(0.0, every.room))
+        return Decision(row.recomputed, sizes_of(self.config.example), f"{reason}, by the plan")
 
     def _candidates(self) -> Iterator[Row]:
         """The settings that "auto" may choose. None of them changes results or restricts the training loop."""

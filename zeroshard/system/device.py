@@ -43,4 +43,4 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes that were in use since ``begin_peak``. On a CPU: since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return max(used_memory(device), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)  # the latter may be late
