@@ -241,7 +241,9 @@ CHOICES: tuple[Any, ...] = (0.3, 0.75, "*.layers.[13]", ("*.layers.0", "*.layers
 
 
 @matrix(stage=range(4), offload=(None, Offload()))
-def test_a_part_of_the_blocks_that_is_recomputed_is_planned(stage: int, offload: Offload | None, tmp_path: Path) -> None:
+def test_a_part_of_the_blocks_that_is_recomputed_is_planned(
+    stage: int, offload: Offload | None, tmp_path: Path
+) -> None:
     """The first blocks by a share, or any blocks by name, with their checkpoints on the device or on the host."""
     model = planned("llama", tmp_path, num_hidden_layers=5)
     for choice, away in ((CHOICES[stage], offload is None), (CHOICES[stage - 1], offload is not None)):

@@ -523,9 +523,7 @@ CHOICES: dict[float | str | tuple[str, ...], list[int]] = {
 @on_ranks(1)
 def test_a_share_recomputes_the_first_blocks_and_names_recompute_those(choice: Any) -> None:
     model = Net(depth=4)
-    model, _ = zeroshard.shard(
-        model, adamw(model.parameters()), stage=0, activations=Activations(recompute=choice)
-    )
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=Activations(recompute=choice))
     assert runs_of_blocks(model, 4) == CHOICES[choice]
     seen = zeroshard.stats(model)
     assert seen.recomputed_blocks == CHOICES[choice].count(2)

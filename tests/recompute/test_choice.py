@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.matrix import Stages, in_stages
 from tests.ranks import on_ranks
-from tests.recompute.test_activations import Net, assert_same_bits
+from tests.recompute.test_activations import Net, assert_same_bits, mesh_of, trained
 from tests.training import STAGES, adamw
 from zeroshard import Activations
 from zeroshard.config.bounds import FRAGMENTS
@@ -25,6 +25,7 @@ from zeroshard.plan.advice import Variant
 from zeroshard.plan.dryrun import _LiveStorages
 from zeroshard.plan.foresee import Foresight, Room
 from zeroshard.recompute.choice import Choice
+from zeroshard.runtime import runtime_of
 from zeroshard.system import device, machine
 from zeroshard.system.sizes import size_text
 
@@ -52,9 +53,7 @@ def room(*free: int) -> Iterator[None]:
 def built(**options: Any) -> tuple[Net, zeroshard.ShardedOptimizer]:
     torch.manual_seed(1)
     model = Net(depth=DEPTH)
-    return zeroshard.shard(
-        model, adamw(model.parameters()), **{"stage": 2, "activations": AUTO, **options}
-    )
+    return zeroshard.shard(model, adamw(model.parameters()), **{"stage": 2, "activations": AUTO, **options})
 
 
 def step(model: nn.Module, optimizer: Any, rows: int = ROWS, micro_batches: int = 1) -> int:
@@ -363,3 +362,56 @@ def test_an_example_that_cannot_be_traced_leaves_the_decision_to_the_second_step
             model, adamw(model.parameters()), stage=2, activations=AUTO, example=torch.ones(ROWS, 7, device="meta")
         )
         assert [step(model, optimizer) for _ in range(3)] == [6, 6, 0]
+
+
+# -- beside other features --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@on_ranks(1)
+def test_compiled_blocks_are_measured_too() -> None:
+    torch.compiler.reset()
+    with room(10**9):
+        torch.manual_seed(1)
+        model: Any = Net(depth=DEPTH)
+        for number in range(DEPTH):
+            model.blocks[number] = torch.compile(model.blocks[number], backend="aot_eager")
+        model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=AUTO)
+        kept = []
+        for _ in range(3):
+            model(torch.ones(ROWS, 7)).sum().backward()
+            kept.append(runtime_of(model).checkpoints.choice._largest)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert kept[0] == kept[2] == 0, "neither the first step is measured, nor steps after the decision"
+    assert kept[1] > ROWS * 2 * 10 * 4
+    assert zeroshard.stats(model).recomputed_blocks == 0
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_tensor_parallel_ranks_choose_together() -> None:
+    mesh = mesh_of(2, 2)
+    plain = trained(mesh, stage=2)
+    for free in (0, 1 << 30):
+        with room(free, 1 << 30):  # the ranks of a group have different room
+            for partition in (False, True):
+                options = Activations(recompute="auto", partition=partition)
+                ours = trained(mesh, stage=2, activations=options)
+                assert_same_bits(ours, plain, (free, partition))
+                assert zeroshard.stats(ours[2]).recomputed_blocks == (0 if free else 3)
+
+
+@on_ranks(1)
+def test_a_cap_of_the_process_counts() -> None:
+    """On a GPU; here its functions are stood in for."""
+    numbers = {"mem_get_info": (60, 100), "memory_allocated": 20, "memory_reserved": 30}
+    originals = {name: getattr(torch.cuda, name) for name in (*numbers, "get_per_process_memory_fraction")}
+    for cap, sharing, expected in ((1.0, 1, 70), (1.0, 2, 40), (0.5, 1, 30), (0.1, 1, 0)):
+        for name, value in (numbers | {"get_per_process_memory_fraction": cap}).items():
+            setattr(torch.cuda, name, lambda _, value=value: value)
+        try:
+            assert device.available_memory(torch.device("cuda"), sharing) == expected
+        finally:
+            for name, original in originals.items():
+                setattr(torch.cuda, name, original)

@@ -168,8 +168,8 @@ class Activations(Options):
     path = "activations."
     accepted = "a zeroshard.Activations, or None"
     gone: ClassVar[Mapping[str, str]] = {
-        "checkpoint": "activations.checkpoint is gone: leave it out to recompute every block, and say recompute=0 where "
-        "it was False"
+        "checkpoint": "activations.checkpoint is gone: leave it out to recompute every block, and say recompute=0 "
+        "where it was False"
     }
 
     recompute: Annotated[float | Literal["auto"] | tuple[str, ...], _recompute] = 1.0

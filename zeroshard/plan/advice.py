@@ -15,7 +15,6 @@ from ..config.offload import Offload
 from ..config.options import AUTO, Activations
 from .machine.hardware import Hardware
 from .memory.budget import WORKSPACE, Budget, budget
-from .model.model import Model
 from .model.source import Subject
 from .model.trace import Trace
 from .setup import Setup

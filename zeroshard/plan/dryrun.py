@@ -102,7 +102,9 @@ def dry_run(
         raise ValueError('offload="auto" is chosen where a job starts; name one to run it dry')
     activations = Config.parse(options).activations
     if activations is not None and activations.recompute == AUTO:
-        raise ValueError('recompute="auto" is decided where a job runs; give a share to run it dry: see `zeroshard plan`')
+        raise ValueError(
+            'recompute="auto" is decided where a job runs; give a share to run it dry: see `zeroshard plan`'
+        )
     offload = _as_run(Config.parse(options).offload, world, real)
     options["offload"] = offload
     with compat.one_rank_of(world, rank):

@@ -115,7 +115,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     console.print(
         "GB: the peak of one rank. room: what stays free after driver and allocator. host: GB of one rank, whose part "
         f"of the node is {_gb(hardware.host_memory_per_rank)}."
-        + (" again: blocks that run again in backward, as few as fit." if some else "")
+        + (" again: blocks that run again in backward." if some else "")
         + (" P_a: checkpoints that model-parallel ranks gather in a step." if gathers else "")
         + (f" step: {_reason(rows)}." if timed and any(row.span and row.span[0] < row.span[1] for row in rows) else ""),
         highlight=False,

@@ -166,7 +166,7 @@ class ActivationCheckpoints:
         if not compat.in_backward():
             self._last, self._calls = _no_call, 0
             _active.append(self)
-            if self.choice is not None and torch.is_grad_enabled():
+            if self.choice is not None and torch.is_grad_enabled() and not compat.in_transform():  # it hides sizes
                 self._first = self.choice.begin_forward((args, kwargs))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -184,7 +184,7 @@ class ActivationCheckpoints:
         block: int | None = None,
     ) -> Result:
         """Calls a function now, and again in backward with its saved inputs. ``block``: the number of the block."""
-        measured = self.choice if self.choice is not None and self.choice.measuring and block is not None else None
+        measured = self.choice if self.choice is not None and self.choice.measuring else None
         call = Call(self, (args, kwargs), self._last, f"checkpoint {self._calls}")
         self._last = weakref.ref(call)
         self._calls += 1
@@ -193,7 +193,9 @@ class ActivationCheckpoints:
         def body(_: Tensor) -> Result:
             if not now and measured is not None:
                 measured.recomputes(call)
-            counting = measured.saving(call, block, now[0]) if now and measured is not None else _NOTHING
+            counting = _NOTHING
+            if now and measured is not None and block is not None:
+                counting = measured.saving(call, block, now[0])
             positional, named = now.pop() if now else call.take(self.store.options.prefetch)
             with _inside(self), counting:
                 return function(*positional, **named)

@@ -53,7 +53,11 @@ class Load(NamedTuple):
             self.waiting <= other.waiting
             and self.further <= other.further
             and [len(shape) for shape in self.sizes] == [len(shape) for shape in other.sizes]
-            and all(a <= b for mine, its in zip(self.sizes, other.sizes, strict=True) for a, b in zip(mine, its, strict=True))
+            and all(
+                a <= b
+                for mine, its in zip(self.sizes, other.sizes, strict=True)
+                for a, b in zip(mine, its, strict=True)
+            )
         )
 
 
@@ -70,7 +74,7 @@ class Choice:
         has_states: Callable[[], bool],
         backwards: Callable[[], int],
     ) -> None:
-        """``inputs_count``: the inputs of recomputed blocks are not on the device, so kept blocks cost their inputs too.
+        """``inputs_count``: inputs of recomputed blocks are not on the device, so a kept block costs its inputs too.
 
         ``sharing``: ranks on this device. ``has_states``: whether the optimizer has its states, so that steps can be
         measured. ``backwards``: the number of backward passes until now.
@@ -202,10 +206,13 @@ class Choice:
         before, mine = self.decided, self.vote
         self.decided = max(agreed, before or 0)
         if self.decided != before:
+            device.release_cached(self._device)  # it was cut for other blocks to be recomputed
             taken, free = self._peaks[self.decided] - self._peaks[-1], max(0.0, self._room() - self._peaks[-1])
             self.reason = said(self.decided, len(self._modules), taken, free)
             if mine < self.decided:
-                self.reason = f"recomputes {self.decided} of {len(self._modules)} blocks: another rank has no room for less"
+                self.reason = (
+                    f"recomputes {self.decided} of {len(self._modules)} blocks: another rank has no room for less"
+                )
         self._known = [load for load in self._known if not any(load.within(new) for new in self._measured)]
         self._known += self._measured
         self._forget()
@@ -221,7 +228,8 @@ def said(recomputed: int, blocks: int, taken: float, free: float) -> str:
     if recomputed == blocks:
         return f"recomputes all {blocks} blocks: {size_text(free)} are free, too little for the activations of one more"
     whose = "the others'" if recomputed else "their"
-    return f"recomputes {recomputed} of {blocks} blocks: {whose} activations take {size_text(taken)} of the {size_text(free)} free"
+    sizes = f"{size_text(taken)} of the {size_text(free)} free"
+    return f"recomputes {recomputed} of {blocks} blocks: {whose} activations take {sizes}"
 
 
 def _key(tensor: Tensor) -> int:

@@ -65,7 +65,7 @@ class Reducer:
         """Some rank wanted training to end when the ranks last agreed. The same on all ranks."""
 
         self.recompute_asked = self.recompute_agreed = -1
-        """How many blocks this rank must recompute, and the maximum when the ranks last agreed. -1: nothing is asked."""
+        """How many blocks this rank must recompute, and the maximum when the ranks last agreed. -1: it is not asked."""
 
     @property
     def backwards(self) -> int:

@@ -44,3 +44,9 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return max(used_memory(device), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)  # the latter may be late
+
+
+def release_cached(device: torch.device) -> None:
+    """Gives memory back that torch's allocator has for tensors of other sizes. Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

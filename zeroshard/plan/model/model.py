@@ -74,8 +74,7 @@ class Model:
         """The recording for a setup. That of a large batch follows from two small ones."""
         if setup.batch > LARGEST_RECORDED:
             (fewer, built), (more, _) = (
-                self._record(replace(setup, batch=batch), keeping)
-                for batch in (LARGEST_RECORDED - 1, LARGEST_RECORDED)
+                self._record(replace(setup, batch=batch), keeping) for batch in (LARGEST_RECORDED - 1, LARGEST_RECORDED)
             )
             if fewer.like(more):
                 batched = at_batch(fewer, more, setup.batch - LARGEST_RECORDED + 1)

@@ -102,8 +102,8 @@ def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[Trace | Exa
     every = None if activations is None else replace(activations, recompute=1.0)
 
     def recording(*, keeping: bool = False) -> tuple[Recording, Outline]:
-        options = {"chosen": config.units, "activations": every, "keeping": keeping}
-        return record(build, setup.precision, config.max_unit_bytes, **options)
+        limit, chosen = config.max_unit_bytes, config.units
+        return record(build, setup.precision, limit, chosen=chosen, activations=every, keeping=keeping)
 
     try:
         with torch.random.fork_rng(devices=[]):  # a trace leaves the random state as it was

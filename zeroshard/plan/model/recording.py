@@ -162,7 +162,7 @@ class Traces:
         ranks: int = 1,
         on_host: bool = False,
     ) -> None:
-        """``recording``: of the model as it is asked for. ``keeping``: records the same model with all activations kept.
+        """``recording``: of the model as it is asked for. ``keeping``: records it with all activations kept.
 
         ``width``: bytes of a parameter. ``ranks``: those that divide checkpoints. ``on_host``: checkpoints go there.
         """
