@@ -270,6 +270,20 @@ def test_a_run_that_goes_on_measures_its_own_second_step() -> None:
         assert [step(model, optimizer) for _ in range(3)] == [6, 6, 0]
 
 
+@on_ranks(1)
+def test_where_everything_fits_a_step_makes_the_calls_of_torch_that_it_makes_without_the_option() -> None:
+    found = []
+    for options in (None, AUTO, Activations()):
+        with room(10**9):
+            model, optimizer = built(activations=options)
+            for _ in range(3):
+                step(model, optimizer)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                model(torch.ones(ROWS, 7)).sum().backward()
+        found.append(sum(event.count for event in profiler.key_averages()))
+    assert found[0] == found[1] < found[2]
+
+
 @on_ranks(2)
 def test_what_auto_cannot_decide_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"larger than max_unit_bytes makes other collectives.*raise max_unit_bytes"):
