@@ -429,3 +429,53 @@ def test_a_cap_of_the_process_counts() -> None:
         finally:
             for name, original in originals.items():
                 setattr(torch.cuda, name, original)
+
+
+@on_ranks(1)
+def test_where_states_fill_the_device_the_plan_leaves_the_decision_to_the_second_step() -> None:
+    example = torch.ones(ROWS, 7)
+    for fraction, decided in (("auto", False), (1.0, True)):
+        offload = zeroshard.Offload(host_fraction=fraction)
+        config = Config(stage=2, activations=AUTO, offload=offload, example=example, precision="fp32")
+        model = Net(depth=DEPTH)
+        advice = Foresight(model, adamw(model.parameters()), config, 1, Room(10**9, 10**9)).advise()
+        assert (advice.decision is not None) == decided
+
+
+@pytest.mark.parametrize("rows", [4, 60, 400], ids=lambda rows: f"{rows} rows")
+@in_stages
+@on_ranks(2)
+def test_the_peak_that_is_foreseen_is_the_peak_that_comes(stages: Stages, rows: int) -> None:
+    """By the storages that are alive at every operation, for every number of blocks, where gradients or inputs weigh."""
+    foreseen: dict[int, list[int]] = {}
+    settle, originals = Choice.settle, (device.peak_memory, device.begin_peak)
+
+    def watched(self: Choice, agreed: int) -> str | None:
+        if self._measured:
+            foreseen[stage] = list(self._peaks)
+        return settle(self, agreed)
+
+    def peak(stage: int, options: Activations | None) -> int:
+        torch.manual_seed(1)
+        with _LiveStorages() as live:
+            model = Net(width=48, depth=DEPTH)
+            model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage, activations=options)
+            flats = [flat for unit in runtime_of(model).units for flat in unit.flats if flat.sharded]
+            live.watch(flats, lambda: runtime_of(model).fabric.gathers.hash)
+            device.peak_memory, device.begin_peak = lambda _: live.peak, lambda _: setattr(live, "peak", live.now())
+            for _ in range(3):
+                live.peak = live.now()
+                step(model, optimizer, rows=rows)
+            return live.peak
+
+    Choice.settle = watched  # type: ignore[method-assign]
+    try:
+        for stage in stages:
+            peak(stage, AUTO)
+            for first in range(DEPTH + 1):
+                real = peak(stage, Activations(recompute=Activations.share(first, DEPTH)) if first else None)
+                assert real <= 1.001 * foreseen[stage][first], (stage, first, "would not fit")
+                assert real >= 0.92 * foreseen[stage][first], (stage, first, "is far from what was foreseen")
+    finally:
+        Choice.settle = settle  # type: ignore[method-assign]
+        device.peak_memory, device.begin_peak = originals

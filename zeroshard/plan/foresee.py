@@ -143,8 +143,10 @@ class Foresight:
         return Advice(cast(Any, taken.setup.stage), taken.setup.offload, reason, warning, self._decision(taken))
 
     def _decision(self, row: Row) -> Decision | None:
-        """What the plan decides of ``recompute="auto"``. None without an example."""
-        if isinstance(self._model, Trace):
+        """What the plan decides of ``recompute="auto"``. None without an example, and where states fill the device."""
+        offload = row.setup.offload
+        fills = offload is not None and offload.host_fraction == "auto" and offload.device_memory is None
+        if isinstance(self._model, Trace) or fills:
             return None
         every = replace(row, setup=replace(row.setup, checkpointing=True, activations=self.config.activations))
         taken = row.budget.peak.total - every.budget.peak.total

@@ -13,11 +13,11 @@ block of one unit makes the same collectives whether or not it is recomputed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class Choice:
 
     def _forget(self) -> None:
         self._measured.clear()
-        self._kept: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         """By call: the block and the bytes that would be kept of it now."""
         self._peaks = [0] * (1 + len(self._modules))
         """By the number of blocks that are recomputed: the peak so far, if only these were."""
@@ -145,18 +145,21 @@ class Choice:
         """Counts the bytes that autograd would keep of a block whose forward runs inside."""
         own = self._modules[block]
         exists = {_key(tensor) for tensor in (*own.parameters(), *own.buffers(), *self._free_inputs(inputs))}
-        found: dict[int, torch.UntypedStorage] = {}  # storages are held, so that no two have the same key
+        size = 0
         pack, unpack = compat.saved_tensor_hooks()
 
         def count(tensor: Tensor) -> Any:
+            nonlocal size
             key = _key(tensor)
             if key not in exists:
-                found[key] = compat.local_tensor(tensor).untyped_storage()
+                storage = compat.local_tensor(tensor).untyped_storage()
+                size += storage.nbytes()
+                exists.add(key)
+                weakref.finalize(storage, exists.discard, key)  # a later storage may have the same key
             return pack(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(count, unpack):
             yield
-        size = sum(storage.nbytes() for storage in found.values())
         self._kept[call] = block, size
         self._largest = max(self._largest, size)
 
