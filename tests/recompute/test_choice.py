@@ -446,7 +446,7 @@ def test_where_states_fill_the_device_the_plan_leaves_the_decision_to_the_second
 @in_stages
 @on_ranks(2)
 def test_the_peak_that_is_foreseen_is_the_peak_that_comes(stages: Stages, rows: int) -> None:
-    """By the storages that are alive at every operation, for every number of blocks, where gradients or inputs weigh."""
+    """By the storages that are alive at every operation, where gradients weigh more, and where activations do."""
     foreseen: dict[int, list[int]] = {}
     settle, originals = Choice.settle, (device.peak_memory, device.begin_peak)
 
