@@ -119,7 +119,13 @@ class Foresight:
     def row(self, stage: int, variant: Variant) -> Row:
         """The plan of one stage and offload."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)
-        return with_fewest_recomputed(Row(variant, self._model, setup, self.hardware), self.fits)
+        row = Row(variant, self._model, setup, self.hardware)
+        if isinstance(self._model, Trace):
+            return row
+        # The plan is not exact, so as after a measured step one block more than are kept must fit.
+        none = replace(row, setup=replace(setup, checkpointing=False, activations=None))
+        spare = max(0.0, row.room - none.room) / row.traced.blocks
+        return with_fewest_recomputed(row, lambda other: self.fits(other) and other.room >= spare)
 
     def fits(self, row: Row) -> bool:
         """True if the row fits. If activations are not counted, model states must also leave room for them."""
