@@ -26,7 +26,7 @@ from .system import allocator, compat, machine
 from .system.hook import Hook
 
 if TYPE_CHECKING:
-    from .plan.foresee import Advice, Foresight
+    from .plan.foresee import Advice, Decision, Foresight
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,8 +61,10 @@ def shard(
     with fabric.watchdog.during("shard()"):
         check_same_everywhere(model, optimizer, config, fabric)
         check_partition(config, fabric)
-        config, foresight = _consult_plan(model, optimizer, config, fabric)
+        config, foresight, decision = _consult_plan(model, optimizer, config, fabric)
         runtime = Runtime(model, optimizer, config, fabric)
+    if decision is not None:
+        runtime.start_recomputing(decision.recomputed, decision.sizes, decision.reason)
     if foresight is not None:
         runtime.shortage.suggest = partial(foresight.instead, runtime.stage, config.offload)
     _warn_of_one_unit(runtime)
@@ -190,15 +192,16 @@ def _warn_of_one_unit(runtime: Runtime) -> None:
 
 def _consult_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
-) -> tuple[Config, Foresight | None]:
+) -> tuple[Config, Foresight | None, Decision | None]:
     """Fills in a stage or offload of "auto", the same on all ranks. Warns if the configuration does not fit.
 
-    Raises on all ranks, before memory is taken, if nothing fits that may be chosen.
+    With ``recompute="auto"`` and an example, also decides how many blocks are recomputed. Raises on all ranks, before
+    memory is taken, if nothing fits that may be chosen.
     """
     if any(compat.is_fake(parameter) for parameter in model.parameters()):  # a dry run without a device
         if config.stage == "auto" or config.chooses_offload:
             raise ValueError('"auto" asks what fits this machine, and a dry run without a device takes no memory')
-        return config, None
+        return config, None, None
     from .plan import foresee  # imported here, because it takes time and is needed once
 
     room = foresee.room_of(
@@ -216,7 +219,8 @@ def _consult_plan(
     if fabric.rank == 0 and advice.warning is not None:
         warnings.warn(advice.warning, stacklevel=3)
     foresight.config = replace(config, stage=advice.stage, offload=advice.offload, example=None)
-    return foresight.config, foresight
+    undecided = config.activations is not None and config.activations.recompute == "auto"
+    return foresight.config, foresight, fabric.from_rank_zero(advice.decision) if undecided else None
 
 
 def _of_this_rank(advice: Advice, config: Config) -> Advice:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .comm import parallel
 from .comm.fabric import Fabric
 from .config.layout import UNLIMITED, find_units
-from .config.options import Config
-from .config.table import state_table
+from .config.options import AUTO, Activations, Config
+from .config.table import Extent, state_table
 from .init.materialise import adopt_values
 from .observe.ledger import Ledger, Memory, Stats, StepTraffic
 from .observe.shortage import Answer
@@ -25,6 +25,7 @@ from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.treatment import Treatment
 from .recompute.checkpoint import ActivationCheckpoints
+from .recompute.choice import Choice, Sizes
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reads import Reads
@@ -130,16 +131,40 @@ class Runtime(NotCopyable):
         options = self.config.activations
         if options is None:
             return None
-        if options.checkpoint and len(self.units) == 1:
+        if options.recompute and len(self.units) == 1:
             raise ValueError(
-                "activations.checkpoint recomputes units, and the model has only the root unit; name its blocks with "
-                "units=, or call zeroshard.checkpoint in its forward and pass Activations(checkpoint=False, ...)"
+                "activations.recompute is about units, and the model has only the root unit; name its blocks with "
+                "units=, or call zeroshard.checkpoint in its forward and pass Activations(recompute=0, ...)"
             )
-        checkpoints = ActivationCheckpoints(options, self.fabric)
         # Whole blocks, also those that are several units: every recomputed module stores its inputs.
         blocks = find_units(self.model, chosen=self.config.units, max_unit_bytes=UNLIMITED)[1:]
-        checkpoints.attach(self.model, [(block.name, block.module) for block in blocks] if options.checkpoint else [])
+        chosen = options.recomputed([block.name for block in blocks])
+        checkpoints = ActivationCheckpoints(options, self.fabric)
+        checkpoints.attach(
+            self.model,
+            [(block.name, block.module) for block, is_recomputed in zip(blocks, chosen, strict=True) if is_recomputed],
+        )
+        if options.recompute == AUTO:
+            checkpoints.choice = self._choice([block.module for block in blocks], options)
         return checkpoints
+
+    def _choice(self, blocks: list[nn.Module], options: Activations) -> Choice:
+        """For ``recompute="auto"``."""
+        if self.table.parameters.extent is Extent.SHARD and len(blocks) < len(self.units) - 1:
+            raise ValueError(
+                'activations.recompute="auto" lets each rank choose by its own inputs, and in stage 3 a block that is '
+                "larger than max_unit_bytes makes other collectives where it is recomputed; raise max_unit_bytes, or "
+                "give a share or names of blocks"
+            )
+        optimizer, fabric = self.optimizer, self.fabric
+        return Choice(
+            blocks,
+            fabric.device,
+            fabric.device_ranks,
+            inputs_count=options.offload or (options.partition and fabric.model.world > 1),
+            has_states=lambda: optimizer is not None and optimizer.steps > optimizer.skipped_steps,
+            backwards=lambda: self.reducer.backwards,
+        )
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -245,7 +270,20 @@ class Runtime(NotCopyable):
             skipped_steps=0 if optimizer is None else optimizer.skipped_steps,
             loss_scale=None if self.scaler is None else self.scaler.scale,
             stop_reason=self.faults.stop_reason,
+            recomputed_blocks=0 if self.checkpoints is None else self.checkpoints.recomputed,
+            recompute_reason=None if self._chooses is None else self._chooses.reason,
         )
+
+    def start_recomputing(self, blocks: int, sizes: Sizes, reason: str) -> None:
+        """Takes the plan's decision on how many blocks to recompute, for inputs of these sizes."""
+        if self._chooses is not None:
+            self._chooses.start(blocks, sizes, reason)
+            if self.fabric.rank == 0:
+                print(f"zeroshard: {reason}")
+
+    @property
+    def _chooses(self) -> Choice | None:
+        return None if self.checkpoints is None else self.checkpoints.choice
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -273,8 +311,14 @@ class Runtime(NotCopyable):
 
     def agree(self, purpose: str) -> None:
         self.schedule.discard_failed_backward()
+        if self._chooses is not None:
+            self.reducer.recompute_asked = self._chooses.vote
         with compat.label("zeroshard.agree"):
             is_new = self.reducer.agree(purpose)
+        if self._chooses is not None:
+            told = self._chooses.settle(self.reducer.recompute_agreed)
+            if told is not None and self.fabric.rank == 0:
+                print(f"zeroshard: {told}")
         if is_new and self.optimizer is not None:
             self.optimizer.gradients_came()
 
@@ -291,6 +335,8 @@ class Runtime(NotCopyable):
     def end_step(self) -> None:
         self.reducer.clear()
         self.schedule.lifetimes.end_step()
+        if self._chooses is not None:
+            self._chooses.end_step()
         self._buffers.follow_rank_zero()
         volume = self.fabric.take_volume()
         self._traffic = StepTraffic(

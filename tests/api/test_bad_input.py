@@ -90,7 +90,7 @@ def test_every_mistake_is_told_at_once() -> None:
             clip_grad_norm=-1.0,
             precision={"parameters": "bf61", "cast_inputs": "no"},
             offload={"threads": 0, "parameters": "cpu"},
-            activations={"checkpoint": False},
+            activations={"recompute": 0},
         )
     for part in (
         r"prefetch=1 has no effect in stage 2",
@@ -99,7 +99,7 @@ def test_every_mistake_is_told_at_once() -> None:
         r"precision.cast_inputs='no' must be True or False",
         r"offload.threads=0 must be a whole number, at least 1",
         r"offload.parameters='cpu' has no effect in stage 2",
-        r"activations has no effect with checkpoint, partition and offload all off",
+        r"activations has no effect with recompute, partition and offload all off",
     ):
         assert str(caught.value).count(part) == 1, part
     assert_untouched(model, optimizer)

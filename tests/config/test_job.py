@@ -95,8 +95,8 @@ def test_a_device_for_all_ranks_is_refused_with_the_remedy(tmp_path: Path) -> No
 
 
 def test_recomputing_cannot_be_left_to_a_model_that_leaves_it_to_the_job() -> None:
-    with pytest.raises(JobError, match=r"shard\.activations\.checkpoint: the model leaves recomputing to it"):
-        load_job("tiny", {"shard.activations.checkpoint": False, "shard.activations.offload": True})
+    with pytest.raises(JobError, match=r"shard\.activations\.recompute: the model leaves recomputing to it"):
+        load_job("tiny", {"shard.activations.recompute": 0, "shard.activations.offload": True})
 
 
 def test_true_is_not_a_number(tmp_path: Path) -> None:
@@ -321,3 +321,23 @@ def test_the_default_has_about_ten_million_parameters() -> None:
 def test_the_presets_are_reachable_from_the_repository_root() -> None:
     root = Path(__file__).parents[2]
     assert {file.stem for file in (root / "configs").glob("*.toml")} == set(presets())
+
+
+def test_recomputation_is_chosen_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    def chosen(table: str, **overrides: object) -> object:
+        file = tmp_path / "job.toml"
+        file.write_text(table)
+        job = load_job(str(file), {f"shard.activations.{name}": value for name, value in overrides.items()})
+        assert not job.built_model.checkpointing, "shard() does it, so the model does not"
+        activations = Config.parse(job.shard).activations
+        return None if activations is None else activations.recompute
+
+    table = "[model]\ncheckpointing = true\n[shard.activations]\n"
+    assert chosen(f'{table}recompute = "auto"') == "auto"
+    assert chosen(f"{table}recompute = 0.25") == 0.25
+    assert chosen(f'{table}recompute = ["blocks.0"]') == ("blocks.0",)
+    for written, value in (("0.5", 0.5), ("auto", "auto"), ("blocks.1*", ("blocks.1*",))):
+        _, parsed = parse_override(f"shard.activations.recompute={written}")
+        assert chosen("", recompute=parsed) == value
+    with pytest.raises(JobError, match=r"activations\.checkpoint is gone: leave it out to recompute every block"):
+        chosen("", checkpoint=True)

@@ -168,3 +168,19 @@ def test_the_command_prints_the_traffic_of_checkpoints_next_to_the_plan(capsys: 
     for key in ("volume_model_elements", "checkpoint_traffic"):
         assert told[key]
         assert told[key] == told["plan"][key]
+
+
+def test_a_part_of_the_blocks_is_recomputed_in_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["dryrun", "tiny", "--world", "4", "--stage", "2", "--without-gpu", "--set", "train.batch=64"]
+    peaks = {}
+    for share in ("1", "0.5", "0.3"):
+        chosen = ["--set", f"shard.activations.recompute={share}"]
+        assert main([*asked, *chosen, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["peak"] == pytest.approx(told["plan"]["peak"], rel=0.02)
+        peaks[share] = told["peak"]
+    assert peaks["1"] < peaks["0.5"] < peaks["0.3"]
+    assert main([*asked, "--set", "shard.activations.recompute=0.5"]) == 0
+    assert "2 of 3 blocks recomputed" in " ".join(capsys.readouterr().out.split())
+    assert main([*asked, "--set", "shard.activations.recompute=auto"]) == 2
+    assert 'recompute="auto" is decided where a job runs; give a share' in capsys.readouterr().err

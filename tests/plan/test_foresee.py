@@ -84,8 +84,8 @@ def test_activations_that_shard_recomputes_count_too() -> None:
         gpu(5, host=0.05), activations=away
     )
     assert told(gpu(1), activations=away, defragment=True) == told(gpu(1), activations=away)
-    untraced = zeroshard.Activations(checkpoint=False, offload=True)
-    assert "not traced with activations= and activations.checkpoint=False" in told(gpu(1), activations=untraced)
+    untraced = zeroshard.Activations(recompute=0, offload=True)
+    assert "not traced with activations= and activations.recompute=0" in told(gpu(1), activations=untraced)
 
 
 def test_decoders_of_hugging_face_are_traced_as_they_train() -> None:

@@ -257,7 +257,7 @@ def test_structures_of_any_shape_and_calls_inside_calls_come_back_as_they_went(o
         torch.manual_seed(3)
         model = Structured()
         parallelize_module(model, mesh["tp"], {"last": ColwiseParallel(output_layouts=Replicate())})
-        activations = Activations(checkpoint=not options, **options) if checkpointed and options else None
+        activations = Activations(recompute=0 if options else 1, **options) if checkpointed and options else None
         model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=activations)
         model.train(checkpointed)
         results.append((train(model, optimizer, 0), zeroshard.full_state_dict(model)))
@@ -312,8 +312,8 @@ def test_options_that_make_no_sense_are_refused_with_the_remedy() -> None:
     model = build(None)
     with pytest.raises(ValueError, match=r"divides checkpoints among model-parallel ranks.*no tensor parallelism"):
         zeroshard.shard(model, adamw(model.parameters()), activations=Activations(partition=True))
-    with pytest.raises(ValueError, match="has no effect with checkpoint, partition and offload all off"):
-        Activations(checkpoint=False)
+    with pytest.raises(ValueError, match="has no effect with recompute, partition and offload all off"):
+        Activations(recompute=0)
     with pytest.raises(ValueError, match=r"activations\.partitoin is unknown \(did you mean 'partition'\?\)"):
         zeroshard.shard(model, adamw(model.parameters()), activations={"partitoin": True})
     with pytest.raises(ValueError, match=r"activations=True must be a zeroshard\.Activations"):
@@ -438,7 +438,7 @@ def test_every_input_that_is_divided_is_compared_in_the_first_step() -> None:
 
     model = Two()
     parallelize_module(model, mesh_of(1, 2)["tp"], {"last": ColwiseParallel(output_layouts=Replicate())})
-    options = Activations(checkpoint=False, partition=True)
+    options = Activations(recompute=0, partition=True)
     model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=options)
     with pytest.raises(zeroshard.DisagreementError, match=r"an input of 'checkpoint 0\.1' differs"):
         model(torch.ones(2, 7))
@@ -456,7 +456,7 @@ def test_a_call_that_fails_midway_gives_back_what_it_had_put_away() -> None:
             return zeroshard.checkpoint(torch.mul, x, x * 2)
 
     model = Two()
-    options = Activations(checkpoint=False, offload=True)
+    options = Activations(recompute=0, offload=True)
     model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=options)
     pool = runtime_of(model).checkpoints.store.host
     assert pool is not None
@@ -492,3 +492,77 @@ def test_copies_to_the_host_hold_no_tensor_of_a_graph_that_is_gone() -> None:
     assert len(inputs) == 3
     assert not store._copies
     assert not [storage for storage in inputs if storage() is not None]
+
+
+# -- which blocks are recomputed --------------------------------------------------------------------------------------
+
+
+def runs_of_blocks(model: nn.Module, depth: int) -> list[int]:
+    """How often the forward of each block runs in one step."""
+    runs = [0] * depth
+    for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
+
+        def count(*_: object, number: int = number) -> None:
+            runs[number] += 1
+
+        block.up.register_forward_pre_hook(count)
+    model(torch.randn(6, 7)).sum().backward()
+    return runs
+
+
+CHOICES: dict[float | str | tuple[str, ...], list[int]] = {
+    1: [2, 2, 2, 2],
+    0.5: [2, 2, 1, 1],
+    0.01: [2, 1, 1, 1],
+    "blocks.1": [1, 2, 1, 1],
+    ("blocks.[03]",): [2, 1, 1, 2],
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@on_ranks(1)
+def test_a_share_recomputes_the_first_blocks_and_names_recompute_those(choice: Any) -> None:
+    model = Net(depth=4)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=Activations(recompute=choice))
+    assert runs_of_blocks(model, 4) == CHOICES[choice]
+    seen = zeroshard.stats(model)
+    assert seen.recomputed_blocks == CHOICES[choice].count(2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_part_of_the_blocks_is_recomputed_with_the_same_bits(stage: int) -> None:
+    plain = trained(None, stage=stage)
+    offloads = (None, "cpu") if stage == 2 else (None,)
+    for offload in offloads:
+        expected = plain if offload is None else trained(None, stage=stage, offload=offload)
+        for options in (
+            Activations(recompute=0.4),
+            Activations(recompute=("blocks.0", "blocks.2")),
+            Activations(recompute=0.7, offload=True),
+        ):
+            ours = trained(None, stage=stage, offload=offload, activations=options)
+            assert_same_bits(ours, expected, (stage, offload, options))
+
+
+@on_ranks(1)
+def test_a_block_that_is_kept_is_the_users_own_module() -> None:
+    model = build(None)
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=Activations(recompute=0.3))
+    assert ["forward" in vars(block) for block in model.blocks] == [True, False, False]
+
+
+@on_ranks(1)
+def test_what_cannot_be_recomputed_is_refused_with_the_remedy() -> None:
+    for options, told in (
+        ({"recompute": "blocks.7"}, r"recompute names 'blocks\.7', which is no block; blocks: blocks\.0, blocks\.1"),
+        ({"recompute": ("blocks.0", "first")}, r"names 'first', which is no block"),
+        ({"recompute": 2}, r'recompute=2 must be a share from 0 to 1, "auto", or names of blocks'),
+        ({"recompute": True}, r"recompute=True must be a share"),
+        ({"checkpoint": False}, r"activations\.checkpoint is gone: leave it out .* say recompute=0"),
+    ):
+        model = build(None)
+        with pytest.raises((ValueError, TypeError), match=told):
+            zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=options)
+    with pytest.raises(TypeError, match=r"activations\.checkpoint is gone"):
+        Activations(checkpoint=True)  # type: ignore[call-arg]

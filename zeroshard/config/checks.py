@@ -42,6 +42,9 @@ from ..system.words import quoted, word
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the names that configuration files and command lines use."""
 
+AUTO: Literal["auto"] = "auto"
+"""The value of an option that leaves a choice to the plan."""
+
 Requirement = Callable[[Any], Any]
 """Returns the value that is stored, or raises ``ValueError`` with a text such as "must be at least 1"."""
 
@@ -113,6 +116,12 @@ class Options(Section):
     unknown = "{path}{name} is unknown{nearest}; known: {known}"
     accepted: ClassVar[str] = "a table of options"
     """What may be given for the whole set."""
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        for name in cls.gone:
+            if name in given:
+                raise TypeError(cls.gone[name])
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         mistakes = examine(self)

@@ -20,9 +20,8 @@ import torch
 
 from ..system.parse import LARGEST_TOML, parse_toml, read_start
 from ..system.words import quoted, word
-from .checks import DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table, unsigned
-from .offload import AUTO
-from .options import Activations, Config, Precision
+from .checks import AUTO, DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table, unsigned
+from .options import Config, Precision
 
 DEFAULT_PRESET: Final = "stdlib-10m"
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -124,9 +123,8 @@ class Job:
     @property
     def built_model(self) -> ModelConfig:
         """The model as it is built. If `shard.activations` recomputes its blocks, the model does not."""
-        activations = Activations.parse(self.shard.get("activations"))
-        recomputed = activations is not None and activations.checkpoint
-        return replace(self.model, checkpointing=False) if recomputed else self.model
+        given = self.shard.get("activations") is not None
+        return replace(self.model, checkpointing=False) if given else self.model
 
     @property
     def precision(self) -> str:
@@ -175,8 +173,8 @@ def load_job(source: str, overrides: Mapping[str, object] = MappingProxyType({})
     if not of_model and model.heads % train.tensor_parallel:
         problems.append(f"train.tensor_parallel: must divide model.heads = {model.heads}, is {train.tensor_parallel}")
     activations = shard.get("activations")
-    if isinstance(activations, Mapping) and activations.get("checkpoint") is False:
-        problems.append("shard.activations.checkpoint: the model leaves recomputing to it; say true, or leave it out")
+    if isinstance(activations, Mapping) and not activations.get("recompute", True):
+        problems.append("shard.activations.recompute: the model leaves recomputing to it; say a share above 0")
     if "device" in shard:
         problems.append("shard.device: every rank has its own here; say train.device = 'cpu' or 'cuda'")
     if problems:

@@ -1,4 +1,4 @@
-"""The options of ``shard()`` and the conflicts among them. The options of offloading are in ``offload.py``."""
+"""The options of ``shard()`` and the conflicts among them. Offloading and recomputation have files of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..system.words import quoted
+from .activations import Activations as Activations
 from .bounds import DEFAULT_PREFETCH
+from .checks import AUTO as AUTO  # other rooms know this file alone
 from .checks import (
     DTYPES,
     Mistake,
@@ -24,7 +26,7 @@ from .checks import (
     unknown_dtype,
     whole,
 )
-from .offload import AUTO, Offload, OffloadChoice
+from .offload import Offload, OffloadChoice
 
 STAGE_3_ONLY = ("keep", "prefetch", "reads")
 EMPTY: Literal["empty"] = "empty"
@@ -144,38 +146,6 @@ class Precision(Options):
         if isinstance(value, torch.dtype):
             return cls(parameters=value)
         return super().parse(value) or cls()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Activations(Options):
-    """Blocks are recomputed in backward. Only the inputs of a block, its checkpoint, are stored until then."""
-
-    path = "activations."
-    accepted = "a zeroshard.Activations, or None"
-
-    checkpoint: bool = True
-    """Recompute every unit but the root, as if the model called ``zeroshard.checkpoint`` on it.
-
-    With False the model calls ``zeroshard.checkpoint`` itself, and the options below apply to those calls.
-    """
-    partition: bool = False
-    """Divide each checkpoint among the model-parallel ranks, instead of storing all of it on each of them (P_a)."""
-    offload: bool = False
-    """Checkpoints, divided or whole, wait for backward in host memory (P_a+cpu)."""
-    prefetch: Annotated[int, whole(least=0)] = 1
-    """How many blocks ahead a divided or offloaded checkpoint is brought back."""
-
-    def conflicts(self) -> Iterator[Mistake]:
-        if not (self.checkpoint or self.partition or self.offload):
-            yield Mistake(
-                ("checkpoint", "partition", "offload"),
-                "activations has no effect with checkpoint, partition and offload all off; leave it out",
-            )
-        if self.prefetch != 1 and not (self.partition or self.offload):
-            yield Mistake(
-                ("prefetch", "partition", "offload"),
-                "activations.prefetch has no effect without partition or offload; leave it out",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,11 @@ class Stats(StepTraffic):
     loss_scale: float | None
     stop_reason: str | None
     """With ``on_nonfinite="stop"``: what was not finite. No more steps are made then."""
+    recomputed_blocks: int
+    """With ``activations=``: how many blocks are recomputed. ``Activations(recompute="auto")`` begins with every block,
+    and larger inputs than it has measured recompute every block too."""
+    recompute_reason: str | None
+    """With ``Activations(recompute="auto")``: why so many, once that is decided."""
 
 
 class Ledger:

@@ -21,16 +21,18 @@ from ..config.options import Config
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
 from ..offload.place import DEVICE_SHARE
+from ..recompute.choice import Sizes, said, sizes_of
 from ..system import machine as facts
 from ..system.device import available_memory
 from ..system.sizes import size_text
-from .advice import Row, Variant, change, recommend, variants
+from .advice import Row, Variant, change, recommend, variants, with_fewest_recomputed
 from .candidates import SAVES_MEMORY, more_allowed, offloads, title, used
 from .command import shard_options
 from .machine.hardware import Hardware, profile_of
 from .memory.device_memory import KIND_TITLES, DeviceMemory
 from .memory.model_states import STATES_SHARE
 from .model.module import examine, first_values, has_kernel, setup_of
+from .model.trace import Trace
 from .model.tracer import samples_of, tokens_of
 
 SPARE = 0.05
@@ -84,6 +86,15 @@ def least(rooms: Sequence[Room]) -> Room:
     return Room(device, host, first.local_ranks, first.title, first.on_cpu)
 
 
+class Decision(NamedTuple):
+    """How many blocks to recompute, with ``Activations(recompute="auto")``."""
+
+    recomputed: int
+    sizes: Sizes
+    """Of the inputs in the example that it is decided for."""
+    reason: str
+
+
 @dataclass(frozen=True)
 class Advice:
     """The settings that ``shard()`` takes, and the messages it prints."""
@@ -96,6 +107,7 @@ class Advice:
     """What does not fit, if something does not."""
     problem: str | None = None
     """Why "auto" has nothing to choose. ``shard()`` raises it."""
+    decision: Decision | None = None
 
 
 class Foresight:
@@ -111,7 +123,8 @@ class Foresight:
         )
         self._model, self.activations = examine(model, config, self._setup)
         if self.counts_activations:
-            self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=config.activations)
+            recomputes = self._model.recomputes if isinstance(self._model, Trace) else True
+            self._setup = replace(self._setup, checkpointing=recomputes, activations=config.activations)
             batch, sequence = tokens_of(config.example)
             self._setup = replace(self._setup, batch=batch or samples_of(config.example), sequence=sequence or 1)
         self._offloads = optimizer is None or has_kernel(optimizer)
@@ -130,7 +143,13 @@ class Foresight:
     def row(self, stage: int, variant: Variant) -> Row:
         """The plan of one stage and offload."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)
-        return Row(variant, self._model, setup, self.hardware)
+        row = Row(variant, self._model, setup, self.hardware)
+        if isinstance(self._model, Trace):
+            return row
+        # The plan is not exact, so as after a measured step one block more than are kept must fit.
+        none = replace(row, setup=replace(setup, checkpointing=False, activations=None))
+        spare = max(0.0, row.room - none.room) / row.traced.blocks
+        return with_fewest_recomputed(row, lambda other: self.fits(other) and other.room >= spare)
 
     def fits(self, row: Row) -> bool:
         """True if the row fits, with some host memory to spare.
@@ -158,7 +177,7 @@ class Foresight:
         if config.stage != "auto" and not config.chooses_offload:
             row = self.row(config.stage, Variant(name_of(config.offload), config.offload))
             warning = None if row.fits else self.refusal(row)
-            return Advice(cast(Any, config.stage), config.offload, warning=warning)
+            return Advice(cast(Any, config.stage), config.offload, warning=warning, decision=self._decision(row))
         rows = list(self._candidates(config.choice, config.stage))
         best = recommend([row for row in rows if self.fits(row)])
         taken = best or max(rows, key=lambda row: (self._may_fit(row), row.fits, *_nearness(row)))
@@ -166,7 +185,19 @@ class Foresight:
         if not self._may_fit(taken):
             return Advice(stage, offload, problem=self.problem(taken))
         warning = None if taken.fits else self.refusal(taken)
-        return Advice(stage, offload, self._reason(taken, best is not None, rows), warning)
+        reason = self._reason(taken, best is not None, rows)
+        return Advice(stage, offload, reason, warning, decision=self._decision(taken))
+
+    def _decision(self, row: Row) -> Decision | None:
+        """What the plan decides of ``recompute="auto"``. None without an example, and where states fill the device."""
+        offload = row.setup.offload
+        fills = offload is not None and offload.host_fraction == "auto" and offload.device_memory is None
+        if isinstance(self._model, Trace) or fills:
+            return None
+        every = replace(row, setup=replace(row.setup, checkpointing=True, activations=self.config.activations))
+        taken = row.budget.peak.total - every.budget.peak.total
+        reason = said(row.recomputed, row.traced.blocks, max(0, taken), max(0.0, every.room))
+        return Decision(row.recomputed, sizes_of(self.config.example), f"{reason}, by the plan")
 
     def _candidates(self, choice: OffloadChoice | None, asked: int | str) -> Iterator[Row]:
         """The settings that "auto" may choose. By default none changes results or restricts the training loop."""

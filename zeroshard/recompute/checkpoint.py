@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from ..config.options import Activations
 from ..system import compat
 from ..system.hook import Hook
 from ..system.structures import map_leaves, map_tensors
+from .choice import Choice
 from .saved_input import MovedInput, SavedInput
 from .store import CheckpointStore, VersionWatch
 
@@ -111,29 +112,42 @@ class ActivationCheckpoints:
         self._calls = 0
         self._compared: set[str] = set()
         self._warned = False
+        self.blocks = 0
+        """How many blocks are recomputed, or may be."""
+        self.choice: Choice | None = None
+        """With ``recompute="auto"``: decides how many of them are."""
+        self._first = 0
+        """Blocks are recomputed if their number is below this, in the forward that runs."""
 
     def attach(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
         """Recomputes the given blocks. ``zeroshard.checkpoint`` inside the model's forward saves its inputs here."""
-        model.register_forward_pre_hook(Hook(self._begin), prepend=True)
+        model.register_forward_pre_hook(Hook(self._begin), prepend=True, with_kwargs=True)
         model.register_forward_hook(Hook(self._end), always_call=True)
-        for name, module in blocks:
-            module.forward = self._recomputed(name, module.forward)
+        self.blocks = self._first = len(blocks)
+        for number, (name, module) in enumerate(blocks):
+            module.forward = self._recomputed(number, name, module.forward)
 
-    def _recomputed(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @property
+    def recomputed(self) -> int:
+        """How many blocks are recomputed, in a forward that needs no more memory than what was measured."""
+        decided = None if self.choice is None else self.choice.decided
+        return self.blocks if decided is None else decided
+
+    def _recomputed(self, number: int, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if number >= self._first or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if compat.in_backward():
                 raise RuntimeError(
                     f"{name!r} is recomputed by activations= and, around it, by the model's own checkpointing; turn "
-                    "that off (Hugging Face: gradient_checkpointing_disable()), or use Activations(checkpoint=False)"
+                    "that off (Hugging Face: gradient_checkpointing_disable()), or use Activations(recompute=0)"
                 )
             if kwargs.get("past_key_values") is not None:
                 raise RuntimeError(
                     f"{name!r} is recomputed by activations=, which would write to its key-value cache twice; train "
                     "with model.config.use_cache = False"
                 )
-            return self.run(forward, args, kwargs)
+            return self.run(forward, args, kwargs, number)
 
         return _RecomputedForward(recomputed, lambda: self._warn_of_compilation(name))
 
@@ -148,25 +162,42 @@ class ActivationCheckpoints:
                 stacklevel=2,
             )
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not compat.in_backward():
             self._last, self._calls = _no_call, 0
             _active.append(self)
+            if self.choice is not None and torch.is_grad_enabled() and not compat.in_transform():  # it hides sizes
+                self._first = self.choice.begin_forward((args, kwargs))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if not compat.in_backward() and self in _active:
             del _active[_active.index(self) :]
+            if self.choice is not None:
+                self.choice.end_forward()
+                self._first = self.blocks  # a block that user code calls by itself may be given anything
 
-    def run(self, function: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-        """Calls a function now, and again in backward with its saved inputs."""
+    def run(
+        self,
+        function: Callable[..., Result],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        block: int | None = None,
+    ) -> Result:
+        """Calls a function now, and again in backward with its saved inputs. ``block``: the number of the block."""
+        measured = self.choice if self.choice is not None and self.choice.measuring else None
         call = Call(self, (args, kwargs), self._last, f"checkpoint {self._calls}")
         self._last = weakref.ref(call)
         self._calls += 1
         now: list[Any] = [(args, kwargs)]
 
         def body(_: Tensor) -> Result:
+            if not now and measured is not None:
+                measured.recomputes(call)
+            counting = _NOTHING
+            if now and measured is not None and block is not None:
+                counting = measured.saving(call, block, now[0])
             positional, named = now.pop() if now else call.take(self.store.options.prefetch)
-            with _inside(self):
+            with _inside(self), counting:
                 return function(*positional, **named)
 
         # The tensor tells torch which device's random state to save.
@@ -195,6 +226,8 @@ class ActivationCheckpoints:
                 "divided among them; sequence parallelism divides it already, so leave partition out"
             )
 
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 _active: list[ActivationCheckpoints] = []
 """The checkpoints of the models whose forward is running, outermost first."""

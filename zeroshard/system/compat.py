@@ -118,6 +118,15 @@ def expand_segments() -> None:
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [settings, "expandable_segments:True"])))
 
 
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The innermost pair of hooks for tensors that autograd saves. No public function tells."""
+    found: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )
+    assert found is not None
+    return found
+
+
 def version(tensor: Tensor) -> int:
     """How many times a tensor was written in place, as autograd counts."""
     return int(tensor._version)
