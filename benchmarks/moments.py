@@ -3,12 +3,13 @@
     PYTHONPATH=. python benchmarks/moments.py --parallel 3 --steps 300 --out moments.json     # one H200: about 150 s
     PYTHONPATH=. python benchmarks/moments.py --layers 2 --hidden 64 --heads 2 --steps 5      # tries it, on any machine
 
-Each run trains a GPT of 114M parameters on bytes of the Python standard library's source, with the optimizer on the host,
-bf16, fp32 masters, clipping at 1.0 and AdamW with torch's default betas. The seed decides the first values, the order of
-the batches and the rounding; the three kinds of moments differ in nothing else. Losses are of files that no run trains on.
+Each run trains a GPT of 114M parameters on bytes of the Python standard library's source, with the optimizer on the
+host, bf16, fp32 masters, clipping at 1.0 and AdamW with torch's default betas. The seed decides the first values, the
+order of the batches and the rounding. The three kinds of moments differ in nothing else. Losses are of files that no
+run trains on.
 
-``--parallel`` processes share the device and divide the cores. Each trains one run after the other. ``--seconds`` chooses
-the number of steps, the same for all runs, so that the training of all runs takes about so long.
+``--parallel`` processes share the device and divide the cores. Each trains one run after the other. ``--seconds``
+chooses the number of steps, the same for all runs, so that the training of all runs takes about so long.
 """
 
 from __future__ import annotations
@@ -201,8 +202,8 @@ def main() -> None:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
         machine = f"{where}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
         print(
-            f"{machine}\nΨ = {config.parameters / 1e6:.1f}M, {job.steps} steps of {job.batch} × {config.sequence} bytes, "
-            f"{args.parallel} runs at the same time",
+            f"{machine}\nΨ = {config.parameters / 1e6:.1f}M, {job.steps} steps of {job.batch} × {config.sequence} "
+            f"bytes, {args.parallel} runs at the same time",
             flush=True,
         )
         waiting = [processes.submit(train, kind, seed, job) for seed, kind in cases]

@@ -1,5 +1,4 @@
-"""The ways of training that `nccl_step.py` compares, and the peers of `offload_step.py`. Their docstrings say what each
-gets."""
+"""The ways of training that `nccl_step.py` compares, and the peers of `offload_step.py`; both say what each is given."""
 
 from __future__ import annotations
 
@@ -166,7 +165,7 @@ def deepspeed(stage: int, *, offload: bool = False) -> Callable[[Job], Trainer]:
 
 
 def torchao(job: Job) -> Trainer:
-    """torchao's CPUOffloadOptimizer on a bf16 model. One rank alone can use it."""
+    """A bf16 model with torchao's CPUOffloadOptimizer. One rank alone can use it."""
     model = new_model(job).to(BF16)
     optimizer = torchao_optimizer(model, lr=LEARNING_RATE)
     return Trainer(backward_of(model), optimizer.step, optimizer.zero_grad)

@@ -1,4 +1,4 @@
-"""Time and memory of training steps with the optimizer on the host, on one GPU, side by side with plain torch and peers.
+"""Time and memory of training steps with the optimizer on the host, on one GPU, beside plain torch and peers.
 
     PYTHONPATH=. python benchmarks/offload_step.py --batch 8 32 --out offload_step.json   # the table of RESULTS.md
     PYTHONPATH=. python benchmarks/offload_step.py --only "16-bit states" "half on the host"

@@ -57,7 +57,7 @@ def deepspeed_engine(
 
 
 def torchao_optimizer(model: nn.Module, *, lr: float) -> Any:
-    """torchao's optimizer on the host, which frees each gradient on the device once it was copied.
+    """The optimizer of torchao on the host, which frees each gradient on the device once it was copied.
 
     It has the dtype of the parameters for everything: bf16 parameters have no fp32 master. It cannot clip, because it
     hands out no gradients.
