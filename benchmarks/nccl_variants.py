@@ -1,4 +1,4 @@
-"""The ways of training that `nccl_step.py` compares, and the peers of `offload_step.py`; both say what each is given."""
+"""The ways of training that `nccl_step.py` compares, and the peers of `offload_step.py`. Both say what each gets."""
 
 from __future__ import annotations
 
