@@ -191,6 +191,23 @@ def test_a_backward_that_would_change_what_a_gathered_block_shows_is_refused(off
         loss_of(model, 2).backward()
 
 
+def test_state_from_before_shard_is_encoded_in_8_bits() -> None:
+    model = net()
+    optimizer = adamw(model)
+    for number in range(3):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [{name: value.clone() for name, value in state.items()} for state in optimizer.state.values()]
+    model, sharded = zeroshard.shard(model, optimizer, stage=2, precision="bf16", offload=Offload(moments="8bit"))
+    for mine, theirs in zip(sharded.state_dict()["state"].values(), before, strict=True):
+        assert mine["step"] == theirs["step"] == 3
+        for name in ("exp_avg", "exp_avg_sq"):
+            large = theirs[name].abs() > 1e-3 * theirs[name].abs().max()
+            assert ((mine[name].float() / theirs[name])[large] - 1).abs().max() <= 2**-4
+            assert (mine[name] != 0).any()
+
+
 @pytest.mark.parametrize("moments", [BF16, "8bit"], ids=str)
 @pytest.mark.parametrize("make", [momentum, adamw])
 def test_small_moments_round_after_a_load_as_they_would_have_without(make: Any, moments: Any) -> None:

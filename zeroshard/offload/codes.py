@@ -50,35 +50,41 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _encode(values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    bits = torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
+    tiles = _tiles(values)
+    bits = torch.where(tiles.isnan(), 0x7FC00000, tiles.view(torch.int32))
     magnitude = bits & 0x7FFFFFFF
     finite = magnitude < 0x7F800000 - (1 << LOST)  # larger ones are cut off, so that they do not become inf
     rounded = torch.where(finite, magnitude + (1 << LOST >> 1), magnitude)
-    padded = torch.nn.functional.pad(rounded, (0, -rounded.numel() % TILE)).view(-1, TILE)
-    scales.copy_(padded.amax(1) >> 23)
-    base, upper = _base(scales, codes), rounded >> LOST
+    scales.copy_(rounded.amax(1) >> 23)
+    base, upper = _base(scales, codes.dtype), rounded >> LOST
     if codes.dtype is torch.uint8:
-        codes.copy_(torch.maximum(upper, base) - base)
-        return
-    least = 2 * values.abs() > ((base + 1) << LOST).view(torch.float32)
-    codes.view(torch.uint8).copy_(torch.where(upper > base, upper - base, least) | (bits >> 24 & 0x80))
+        code = torch.maximum(upper, base) - base
+    else:
+        least = 2 * tiles.abs() > ((base + 1) << LOST).view(torch.float32)
+        code = torch.where(upper > base, upper - base, least) | (bits >> 24 & 0x80)
+    codes.view(torch.uint8).copy_(code.view(-1)[: codes.numel()])
 
 
 def _decode(codes: Tensor, scales: Tensor) -> Tensor:
-    code, base = codes.view(torch.uint8).to(torch.int32), _base(scales, codes)
+    code, base = _tiles(codes.view(torch.uint8)).to(torch.int32), _base(scales, codes.dtype)
     if codes.dtype is torch.uint8:
         number = (code + base) << LOST
     else:
         magnitude = code & 0x7F
         number = torch.where(magnitude > 0, (magnitude + base) << LOST, 0) | (code & 0x80) << 24
-    return number.view(torch.float32)
+    return number.view(torch.float32).view(-1)[: codes.numel()]
 
 
-def _base(scales: Tensor, codes: Tensor) -> Tensor:
-    """For each element what was subtracted from the upper bits of its number."""
-    octaves = (0x7F if codes.dtype is torch.int8 else 0xFF) >> 3
-    bases = (scales.to(torch.int32) - octaves).clamp(min=0) << 3
-    return bases.repeat_interleave(TILE)[: codes.numel()]
+def _tiles(values: Tensor) -> Tensor:
+    """Values as rows of a tile each. The last row is filled with zeros."""
+    missing = -values.numel() % TILE
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, TILE)
+
+
+def _base(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each tile what was subtracted from the upper bits of its numbers, as a column."""
+    octaves = (0x7F if dtype is torch.int8 else 0xFF) >> 3
+    return (scales[:, None].to(torch.int32) - octaves).clamp(min=0) << 3
 
 
 class CodedMoment(Tensor):
