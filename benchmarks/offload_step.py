@@ -1,6 +1,6 @@
 """Time and memory of training steps with the optimizer on the host, on one GPU, beside plain torch and peers.
 
-    PYTHONPATH=. python benchmarks/offload_step.py --batch 8 32 --out offload_step.json   # the table of RESULTS.md
+    PYTHONPATH=. python benchmarks/offload_step.py --batch 8 32 --steps 4   # the table of RESULTS.md, about 4 minutes
     PYTHONPATH=. python benchmarks/offload_step.py --only "16-bit states" "half on the host"
     PYTHONPATH=. python benchmarks/offload_step.py --device cpu                           # tries it with a tiny model
 
@@ -83,10 +83,10 @@ class Result:
     peak_gib: float
     host_gib: float
     loss: float
-    exposed: float
-    """Share of a step in which copies are all that happens: neither the device nor the host works."""
-    updating: float
-    """Seconds a step in which the host updates."""
+    exposed: float | None
+    """With the first batch: share of a step in which only copies go on: neither the device nor the host works."""
+    updating: float | None
+    """With the first batch: seconds a step in which the host updates."""
     memory_speed: float
     """GB/s of a plain pass over the host's memory just before: hosts are shared, so it varies."""
     stolen: float
@@ -155,27 +155,32 @@ def measure(name: str, build: Callable[[ModelConfig], Step], args: argparse.Name
     for number, batch in enumerate(args.batch):
         shape = (batch, config.sequence)
         tokens, targets = (torch.randint(0, config.vocabulary, shape, device=args.device) for _ in range(2))
-        for _ in range(WARMUP if number == 0 else 2):
+        first = number == 0
+        steps = args.steps if first else args.steps // 2 + 1
+        for _ in range(WARMUP if first else 1):
             loss: Any = step(tokens, targets)
         wait()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before = _processor_time()
         begin = time.perf_counter()
-        for _ in range(args.steps):
+        for _ in range(steps):
             loss = step(tokens, targets)
         wait()
-        seconds = (time.perf_counter() - begin) / args.steps
+        seconds = (time.perf_counter() - begin) / steps
         used = _processor_time() - before
         peak = (torch.cuda.max_memory_allocated() - base) / 2**30 if on_gpu else 0.0
         host = _resident() / 2**30
         value = float("nan") if loss is None else float(loss.detach())
-        with zeroshard.trace(f"{args.trace}.{name}.{batch}.json" if args.trace else None) as trace:
-            for _ in range(2):
-                step(tokens, targets)
-        updating = sum(stop - start for start, stop in trace.busy(UPDATE)) / 2
+        exposed = updating = None
+        if first:
+            with zeroshard.trace(f"{args.trace}.{name}.json" if args.trace else None) as trace:
+                for _ in range(2):
+                    step(tokens, targets)
+            updating = sum(stop - start for start, stop in trace.busy(UPDATE)) / 2
+            exposed = trace.exposed_copies()
         rate, stolen = batch * config.sequence / seconds, used.stolen / max(1, used.all)
-        yield Result(name, batch, seconds, rate, peak, host, value, trace.exposed_copies(), updating, speed, stolen)
+        yield Result(name, batch, seconds, rate, peak, host, value, exposed, updating, speed, stolen)
     getattr(step, "finish", lambda: None)()  # or the update under way would hold memory that the next one counts
     del step
     gc.collect()
@@ -277,38 +282,35 @@ def _resident() -> int:
 
 def described(result: Result) -> str:
     """A result in a line."""
+    traced = ""
+    if result.exposed is not None and result.updating is not None:
+        traced = f"copies exposed {result.exposed:.1%}  host updating {result.updating:.3f} s  "
     return (
         f"{result.name:45} {result.batch:3}  {result.seconds:.4f} s  {result.tokens_a_second:8.0f} tokens/s  "
-        f"peak {result.peak_gib:.2f} GiB  host {result.host_gib:.1f} GiB  copies exposed {result.exposed:.1%}  "
-        f"host updating {result.updating:.3f} s  plain pass {result.memory_speed:.0f} GB/s  "
-        f"stolen {result.stolen:.1%}  loss {result.loss:.4f}"
+        f"peak {result.peak_gib:.2f} GiB  host {result.host_gib:.1f} GiB  {traced}"
+        f"plain pass {result.memory_speed:.0f} GB/s  stolen {result.stolen:.1%}  loss {result.loss:.4f}"
     )
 
 
 def table_of(results: Sequence[Result], notes: dict[str, str]) -> str:
     """A table in Markdown: a line for each variant, columns for each batch."""
     batches = list(dict.fromkeys(result.batch for result in results))
-    columns = [
-        f"{what}, batch {batch}" for batch in batches for what in ("s a step", "tokens/s", "peak GiB", "exposed")
-    ]
-    lines = [f"| | {' | '.join(columns)} | host GiB | |", "|---|" + "---|" * (len(columns) + 2)]
+    columns = [f"{what}, batch {batch}" for batch in batches for what in ("s a step", "tokens/s", "peak GiB")]
+    columns += ["exposed copies", "host updating, s", "host GiB", ""]
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name in dict.fromkeys([*(result.name for result in results), *notes]):
         mine = {result.batch: result for result in results if result.name == name}
-        cells = []
+        cells: list[str] = []
         for batch in batches:
-            found = mine.get(batch)
-            cells += (
-                [""] * 4
-                if found is None
-                else [
-                    f"{found.seconds:.3f}",
-                    f"{found.tokens_a_second:.0f}",
-                    f"{found.peak_gib:.2f}",
-                    f"{found.exposed:.1%}" if found.updating else "",
-                ]
-            )
-        host = f"{max(result.host_gib for result in mine.values()):.1f}" if mine else ""
-        lines.append(f"| {name} | {' | '.join(cells)} | {host} | {notes.get(name, '')} |")
+            one = mine.get(batch)
+            if one is None:
+                cells += ["", "", ""]
+            else:
+                cells += [f"{one.seconds:.3f}", f"{one.tokens_a_second:.0f}", f"{one.peak_gib:.2f}"]
+        traced = next((one for one in mine.values() if one.updating and one.exposed is not None), None)
+        cells += ["", ""] if traced is None else [f"{traced.exposed:.1%}", f"{traced.updating:.3f}"]
+        cells.append(f"{max(one.host_gib for one in mine.values()):.1f}" if mine else "")
+        lines.append(f"| {name} | {' | '.join([*cells, notes.get(name, '')])} |")
     return "\n".join(lines)
 
 
@@ -319,7 +321,11 @@ def parse_arguments() -> argparse.Namespace:
     for name, value in FULL.items():
         parser.add_argument(f"--{name}", type=int, help=f"{value}; {TINY[name]} with --device cpu")
     parser.add_argument(
-        "--batch", type=int, nargs="+", default=[8], help="each variant trains with each of them in turn"
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[8],
+        help="each variant trains with each of them in turn; with the later ones for fewer steps",
     )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int)
