@@ -61,6 +61,7 @@ OFFLOADS = {
     "fp32": (2, "fp32", Offload()),
     "fp16": (2, "fp16", Offload(moments=BF16)),
     "in backward": (2, "bf16", Offload(moments=BF16, split_master=True, read_back=True, update_in_backward=True)),
+    "8-bit moments": (2, "bf16", Offload(moments="8bit", split_master=True, read_back=True)),
     "parameters too": (3, "bf16", Offload(parameters="cpu")),
     "half": (2, "bf16", Offload(host_fraction=0.5)),
     "half in stage 3": (3, "bf16", Offload(host_fraction=0.5)),
@@ -72,7 +73,9 @@ OFFLOADS = {
 
 
 @pytest.mark.parametrize("world", [slow(1), 8])
-@pytest.mark.parametrize("name", quick(OFFLOADS, "stage 2", "in backward", "parameters too", "a budget", "delayed"))
+@pytest.mark.parametrize(
+    "name", quick(OFFLOADS, "stage 2", "in backward", "8-bit moments", "parameters too", "a budget", "delayed")
+)
 def test_offloads_run_dry_too_and_are_as_planned(name: str, world: int) -> None:
     """No memory is used and no kernel runs. Device and host are counted separately."""
     stage, precision, offload = OFFLOADS[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -342,6 +342,13 @@ def without_memory(kind: type[Subclass], like: Tensor, dtype: torch.dtype) -> Su
 def writes(operation: Any) -> bool:
     """Whether an operation changes one of its arguments."""
     return bool(operation._schema.is_mutable)
+
+
+def written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation changes."""
+    named = [*zip(operation._schema.arguments, args, strict=False)]
+    named += [(argument, kwargs[argument.name]) for argument in operation._schema.arguments if argument.name in kwargs]
+    return [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
 
 
 def operation_name(operation: Any) -> str:
