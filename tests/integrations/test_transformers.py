@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.integrations.huggingface_ranks import as_torchrun, llama, rows, with_lora
 from tests.matrix import slow
 from tests.ranks import Pool, on_ranks
+from zeroshard.storage.format import CheckpointError
 
-Losses = list[float]
+Options = dict[str, Any]
+STEPS = 4
 
 
-def arguments(folder: Path, **more: Any) -> Any:
+def arguments(folder: Path, kind: Any = None, **more: Any) -> Any:
     from transformers import TrainingArguments
 
-    settings: dict[str, Any] = {
+    settings: Options = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
-        "max_steps": 4,
+        "max_steps": STEPS,
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -29,10 +34,10 @@ def arguments(folder: Path, **more: Any) -> Any:
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return TrainingArguments(**(settings | more))
+    return (kind or TrainingArguments)(**(settings | more))
 
 
-def trainer(folder: Path, zeroshard: dict[str, Any] | None, model: Any = None, **more: Any) -> Any:
+def trainer(folder: Path, zeroshard: Options | None, model: Any = None, **more: Any) -> Any:
     """A trainer: sharded with these options, or plain without."""
     from transformers import Trainer
 
@@ -43,19 +48,167 @@ def trainer(folder: Path, zeroshard: dict[str, Any] | None, model: Any = None, *
     return kind(model, arguments(folder, **more), train_dataset=rows(40), eval_dataset=rows(8, seed=6), **options)
 
 
-def logged(trained: Any, name: str) -> list[float]:
+def logged(trained: Any, name: str = "loss") -> list[float]:
     return [entry[name] for entry in trained.state.log_history if name in entry]
 
 
+def ran(folder: Path, zeroshard: Options | None, lora: bool = False, **more: Any) -> Any:
+    trained = trainer(folder, zeroshard, with_lora(llama()) if lora else None, **more)
+    trained.train()
+    return trained
+
+
+SETTINGS: dict[str, tuple[Options, Options]] = {
+    # name: options of zeroshard, arguments of both trainers
+    "stage 1": ({"stage": 1}, {}),
+    "stage 2, accumulation": ({"stage": 2}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}),
+    "stage 3, offload": ({"stage": 3, "offload": "cpu"}, {"weight_decay": 0.1}),
+    "stage 3, LoRA": ({"stage": 3}, {"lora": True}),
+    "stage 0": ({"stage": 0}, {}),
+    "stage 1, accumulation": ({"stage": 1}, {"gradient_accumulation_steps": 2}),
+    "stage 3, accumulation": ({"stage": 3}, {"gradient_accumulation_steps": 2}),
+    "stage 1, offload, accumulation": ({"stage": 1, "offload": "cpu"}, {"gradient_accumulation_steps": 2}),
+    "stage 2, LoRA, offload": ({"stage": 2, "offload": "cpu"}, {"lora": True}),
+    "stage 3, recomputed": ({"stage": 3}, {"gradient_checkpointing": True}),
+    "stage 3, recomputed by zeroshard": ({"stage": 3, "activations": {}}, {}),
+    "stage 3, no clipping": ({"stage": 3}, {"max_grad_norm": 0.0}),
+    "stage 3, SGD": ({"stage": 3}, {"optim": "sgd"}),
+    "stage 2, Adagrad": ({"stage": 2}, {"optim": "adagrad"}),
+    "stage 3, noise on embeddings": ({"stage": 3}, {"neftune_noise_alpha": 5.0}),
+    "stage 3, autocast": ({"stage": 3}, {"bf16": True}),
+}
+QUICK = ("stage 1", "stage 2, accumulation", "stage 3, offload", "stage 3, LoRA")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in SETTINGS])
 @on_ranks(2)
-def test_it(tmp_path: Path) -> None:
+def test_losses_and_norms_are_those_of_ddp(name: str, tmp_path: Path) -> None:
+    options, more = SETTINGS[name]
+    with as_torchrun():
+        plain, sharded = (ran(tmp_path, zeroshard, **more) for zeroshard in (None, options))
+    precision = 1e-2 if "bf16" in more else 1e-5
+    assert len(logged(plain)) == STEPS
+    assert logged(sharded) == pytest.approx(logged(plain), rel=precision)
+    assert logged(sharded, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=max(precision, 1e-4))
+    assert logged(sharded, "learning_rate") == logged(plain, "learning_rate")
+    assert type(plain.model_wrapped) is not type(plain.model)
+    assert sharded.model_wrapped is sharded.model
+
+
+def losses_of(folder: str, stage: int, lora: bool = False, resume: str | None = None, **more: Any) -> list[float]:
+    """On each rank of some world. The batch of all ranks together is the same in every world."""
+    batch = 4 // dist.get_world_size()
+    with as_torchrun():
+        model = with_lora(llama()) if lora else None
+        trained = trainer(Path(folder), {"stage": stage}, model, per_device_train_batch_size=batch, **more)
+        trained.train(resume_from_checkpoint=resume)
+    return logged(trained)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lora"),
+    [((2, 3), (1, 1), False), slow((1, 2), (2, 3), False), slow((2, 3), (2, 1), True), slow((2, 1), (1, 3), True)],
+)
+def test_training_goes_on_in_another_world_and_stage(
+    before: tuple[int, int], after: tuple[int, int], lora: bool, tmp_path: Path
+) -> None:
+    def run(world: int, stage: int, **more: Any) -> list[float]:
+        return Pool.shared().run(losses_of, world, {"folder": str(tmp_path), "stage": stage, "lora": lora, **more})[0]
+
+    whole = run(*before, save_strategy="steps", save_steps=2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    rest = run(*after, resume=str(tmp_path / "checkpoint-2"))
+    assert rest[:2] == whole[:2]  # from the log in the checkpoint
+    assert rest[2:] == pytest.approx(whole[2:], rel=1e-5)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> None:
+    with as_torchrun():
+        plain = ran(tmp_path, None, save_strategy="steps", save_steps=2)
+        sharded = trainer(tmp_path, {"stage": 3})
+        sharded.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(sharded) == pytest.approx(logged(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("lora", [False, slow(True)])
+@on_ranks(2)
+def test_what_is_saved_is_what_the_plain_trainer_saves(lora: bool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    saved, names = [], []
+    with as_torchrun():
+        for zeroshard in (None, {"stage": 3}):
+            folder = tmp_path / str(zeroshard is None)
+            trained = ran(folder, zeroshard, lora=lora, save_strategy="steps", save_steps=STEPS, save_only_model=True)
+            trained.save_model(str(folder / "end"))
+            dist.barrier()
+            for place in (folder / "end", folder / f"checkpoint-{STEPS}"):
+                saved.append(load_file(place / file))
+                names.append({path.name for path in place.iterdir()} - {"trainer_state.json"})
+    assert all(each == names[0] for each in names)
+    assert all(each.keys() == saved[0].keys() for each in saved)
+    for each in saved:
+        for name, value in each.items():
+            torch.testing.assert_close(value, saved[0][name], rtol=1e-3, atol=1e-4, msg=name)
+    assert names[0] >= {file, "training_args.bin"}
+
+
+@on_ranks(2)
+def test_all_ranks_are_told_that_the_first_cannot_save(tmp_path: Path) -> None:
+    with as_torchrun():
+        sharded = ran(tmp_path, {"stage": 3}, max_steps=1)
+        if dist.get_rank() == 0:
+            (tmp_path / "taken").touch()
+        with pytest.raises((CheckpointError, OSError), match="taken"):
+            sharded.save_model(str(tmp_path / "taken" / "here"))
+
+
+@pytest.mark.parametrize("name", ["stage 3", slow("stage 1, offload"), slow("stage 3, weights alone"), slow("LoRA")])
+@on_ranks(2)
+def test_the_best_model_is_loaded_at_the_end_and_older_ones_are_removed(name: str, tmp_path: Path) -> None:
+    options: Options = {"stage": 1, "offload": "cpu"} if "offload" in name else {"stage": 3}
     with as_torchrun():
         results = []
-        for zeroshard in (None, {"stage": 3}):
-            trained = trainer(tmp_path, zeroshard)
-            trained.train()
-            results.append(trained)
-        plain, sharded = results
-        assert logged(sharded, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
-        assert logged(sharded, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
-        print(logged(plain, "loss"), logged(sharded, "loss"), type(plain.model_wrapped), type(sharded.model_wrapped))
+        for zeroshard in (None, options):
+            folder = tmp_path / str(zeroshard is None)
+            trained = ran(
+                folder,
+                zeroshard,
+                lora=name == "LoRA",
+                learning_rate=100.0 if name == "LoRA" else 0.5,  # so that the first is the best
+                lr_scheduler_type="constant",
+                eval_strategy="steps",
+                save_strategy="steps",
+                eval_steps=1,
+                save_steps=1,
+                save_total_limit=2,
+                load_best_model_at_end=True,
+                save_only_model="alone" in name,
+            )
+            assert Path(trained.state.best_model_checkpoint).name == "checkpoint-1"
+            results.append((logged(trained, "eval_loss"), trained.evaluate()["eval_loss"]))
+            dist.barrier()
+            assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-1", f"checkpoint-{STEPS}"]
+    (plain, plain_best), (sharded, sharded_best) = results
+    assert sharded[:2] == pytest.approx(plain[:2], rel=1e-3)
+    assert sharded_best == pytest.approx(plain_best, rel=1e-3)
+    assert sharded_best == pytest.approx(sharded[0], rel=1e-5) == min(sharded)
+
+
+@on_ranks(2)
+def test_evaluation_comes_before_training_and_training_comes_again(tmp_path: Path) -> None:
+    with as_torchrun():
+        plain, sharded = (trainer(tmp_path, zeroshard) for zeroshard in (None, {"stage": 3}))
+        before = sharded.evaluate()["eval_loss"]  # the plain trainer would not average gradients after an evaluation
+        found = []
+        for each in (plain, sharded):
+            for _ in range(2):
+                each.train()
+                found.append(logged(each))
+        predicted = [each.predict(rows(6)).predictions for each in (plain, sharded)]
+        fresh = trainer(tmp_path, None).evaluate()["eval_loss"]
+    assert before == pytest.approx(fresh, rel=1e-5)
+    assert found[2:] == [pytest.approx(losses, rel=1e-4) for losses in found[:2]]
+    torch.testing.assert_close(torch.tensor(predicted[1]), torch.tensor(predicted[0]), rtol=1e-3, atol=1e-3)
