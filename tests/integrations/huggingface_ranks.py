@@ -34,25 +34,24 @@ def as_torchrun() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def llama(layers: int = 2) -> Any:
+def llama(**more: Any) -> Any:
     """A Llama with the same random weights on every rank and in every test."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=huggingface.VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            bos_token_id=1,
-            eos_token_id=huggingface.END,
-            pad_token_id=0,
-        )
-    )
+    settings = {
+        "vocab_size": huggingface.VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": huggingface.END,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(settings | more)))
 
 
 def with_lora(model: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,14 @@ def test_losses_and_norms_are_those_of_ddp(name: str, tmp_path: Path) -> None:
     assert sharded.model_wrapped is sharded.model
 
 
-def losses_of(folder: str, stage: int, lora: bool = False, resume: str | None = None, **more: Any) -> list[float]:
+def losses_of(
+    folder: str, stage: int, lora: bool = False, dropout: float = 0.0, resume: str | bool = False, **more: Any
+) -> list[float]:
     """On each rank of some world. The batch of all ranks together is the same in every world."""
     batch = 4 // dist.get_world_size()
     with as_torchrun():
-        model = with_lora(llama()) if lora else None
+        model = llama(attention_dropout=dropout)
+        model = with_lora(model) if lora else model
         trained = trainer(Path(folder), {"stage": stage}, model, per_device_train_batch_size=batch, **more)
         trained.train(resume_from_checkpoint=resume)
     return logged(trained)
@@ -120,6 +123,16 @@ def test_training_goes_on_in_another_world_and_stage(
     rest = run(*after, resume=str(tmp_path / "checkpoint-2"))
     assert rest[:2] == whole[:2]  # from the log in the checkpoint
     assert rest[2:] == pytest.approx(whole[2:], rel=1e-5)
+
+
+@on_ranks(2)
+def test_the_newest_checkpoint_is_found_and_random_numbers_go_on(tmp_path: Path) -> None:
+    folder, more = str(tmp_path), {"stage": 3, "dropout": 0.3, "max_steps": 3}
+    whole = losses_of(folder, save_strategy="steps", save_steps=2, **more)
+    if dist.get_rank() == 0:
+        shutil.rmtree(tmp_path / "checkpoint-3")
+    dist.barrier()
+    assert losses_of(folder, resume=True, **more) == whole
 
 
 @on_ranks(2)
@@ -212,3 +225,122 @@ def test_evaluation_comes_before_training_and_training_comes_again(tmp_path: Pat
     assert before == pytest.approx(fresh, rel=1e-5)
     assert found[2:] == [pytest.approx(losses, rel=1e-4) for losses in found[:2]]
     torch.testing.assert_close(torch.tensor(predicted[1]), torch.tensor(predicted[0]), rtol=1e-3, atol=1e-3)
+
+
+@on_ranks(2)
+def test_generation_goes_on_until_all_ranks_are_done(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Sampler(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.lengths: list[int] = []
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any, **more: Any) -> None:
+            prompt = torch.tensor([[5, 6, 7]])
+            found = model.generate(prompt, max_new_tokens=2 + 3 * dist.get_rank(), do_sample=False, min_new_tokens=1)
+            self.lengths.append(found.shape[1])
+
+    sampler = Sampler()
+    with as_torchrun():
+        sharded = trainer(tmp_path, {"stage": 3}, eval_strategy="steps", eval_steps=2)
+        sharded.add_callback(sampler)
+        sharded.train()
+    assert len(sampler.lengths) == 2
+    assert all(4 <= length <= 5 + 3 * dist.get_rank() for length in sampler.lengths)
+
+
+@on_ranks(2)
+def test_metrics_of_generated_text_are_those_of_ddp(tmp_path: Path) -> None:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from tests import huggingface
+    from zeroshard.integrations.transformers import ShardedTrainerMixin
+
+    class ShardedSeq2SeqTrainer(ShardedTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc]
+        pass
+
+    def tokens(prediction: Any) -> dict[str, float]:
+        return {"sum": float((prediction.predictions > 0).sum())}
+
+    found = []
+    with as_torchrun():
+        for kind, options in ((Seq2SeqTrainer, {}), (ShardedSeq2SeqTrainer, {"zeroshard": {"stage": 3}})):
+            torch.manual_seed(3)
+            settings = arguments(
+                tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=9, max_steps=2
+            )
+            made = kind(huggingface.t5(), settings, train_dataset=rows(8), eval_dataset=rows(6), compute_metrics=tokens, **options)
+            made.train()
+            found.append((logged(made), made.evaluate()["eval_sum"]))
+    (plain, plain_sum), (sharded, sharded_sum) = found
+    assert sharded == pytest.approx(plain, rel=1e-5)
+    assert sharded_sum == plain_sum > 0
+
+
+@on_ranks(2)
+def test_trl_trains_as_under_ddp(tmp_path: Path) -> None:
+    found = []
+    with as_torchrun():
+        from datasets import Dataset
+        from transformers import ByT5Tokenizer
+        from trl import SFTConfig, SFTTrainer
+
+        from zeroshard.integrations.transformers import ShardedTrainerMixin
+
+        class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):  # type: ignore[misc]
+            pass
+
+        data = Dataset.from_list([{"text": f"{number} and {number + 1}"} for number in range(40)])
+        for kind, options in ((SFTTrainer, {}), (ShardedSFTTrainer, {"zeroshard": {"stage": 3}})):
+            settings = arguments(tmp_path, SFTConfig, max_length=32)
+            made = kind(
+                llama(vocab_size=384), settings, train_dataset=data, processing_class=ByT5Tokenizer(), **options
+            )
+            made.train()
+            found.append(logged(made))
+    assert len(found[0]) == STEPS
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("offload", [{"update_in_backward": True}, {"delayed_update_after": 1}])
+@on_ranks(2)
+def test_other_kinds_of_updates_train(offload: Options, tmp_path: Path) -> None:
+    with as_torchrun():
+        plain = ran(tmp_path, None, max_grad_norm=0.0)
+        sharded = ran(tmp_path, {"stage": 2, "offload": offload}, max_grad_norm=0.0, eval_strategy="steps", eval_steps=2)
+    same = 2 if "delayed_update_after" in offload else STEPS
+    assert logged(sharded)[:same] == pytest.approx(logged(plain)[:same], rel=1e-5)
+    assert logged(sharded)[-1] < logged(sharded)[0]
+
+
+REFUSED: dict[str, tuple[Options, Options]] = {
+    # words of the message: options of zeroshard, arguments of the trainer
+    "no option 'stgae'": ({"stgae": 3}, {}),
+    "Accelerate chooses the device": ({"device": "cpu"}, {}),
+    "clip_grad_norm is max_grad_norm=1.0": ({"clip_grad_norm": 1.0}, {}),
+    "torch_compile=True does not go": ({}, {"torch_compile": True}),
+    "auto_find_batch_size=True does not go": ({}, {"auto_find_batch_size": True}),
+    "enable_jit_checkpoint=True does not go": ({}, {"enable_jit_checkpoint": True}),
+    "bf16_full_eval=True does not go.*precision=": ({}, {"bf16_full_eval": True}),
+    "ddp_bucket_cap_mb=25 does not go": ({}, {"ddp_bucket_cap_mb": 25}),
+    "fsdp=.*does not go": ({}, {"fsdp": "full_shard"}),
+    "both recompute": ({"activations": {}}, {"gradient_checkpointing": True}),
+    "max_grad_norm=0": ({"offload": {"update_in_backward": True}}, {}),
+    'precision="fp16" computes in fp16': ({"precision": "fp16"}, {"bf16": True}),
+}
+
+
+@on_ranks(1)
+def test_what_does_not_go_together_is_told_at_once(tmp_path: Path) -> None:
+    with as_torchrun():
+        for words, (options, more) in REFUSED.items():
+            with pytest.raises(ValueError, match=words):
+                trainer(tmp_path, options, **more)
+
+
+@on_ranks(1)
+def test_an_optimizer_that_is_not_elementwise_is_refused_before_training(tmp_path: Path) -> None:
+    with as_torchrun():
+        sharded = trainer(tmp_path, {"stage": 1}, optim="adafactor")
+        with pytest.raises((ValueError, TypeError), match="Adafactor"):
+            sharded.train()
