@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integrations.huggingface_ranks import as_torchrun, llama, rows, with_lora
+from tests.huggingface import under_torchrun
+from tests.integrations.tiny import llama, rows, with_lora
 from tests.matrix import slow
 from tests.ranks import Pool, on_ranks
 from zeroshard.storage.format import CheckpointError
@@ -84,7 +85,7 @@ QUICK = ("stage 1", "stage 2, accumulation", "stage 3, offload", "stage 3, LoRA"
 @on_ranks(2)
 def test_losses_and_norms_are_those_of_ddp(name: str, tmp_path: Path) -> None:
     options, more = SETTINGS[name]
-    with as_torchrun():
+    with under_torchrun():
         plain, sharded = (ran(tmp_path, zeroshard, **more) for zeroshard in (None, options))
     precision = 1e-2 if "bf16" in more else 1e-5
     assert len(logged(plain)) == STEPS
@@ -100,7 +101,7 @@ def losses_of(
 ) -> list[float]:
     """On each rank of some world. The batch of all ranks together is the same in every world."""
     batch = 4 // dist.get_world_size()
-    with as_torchrun():
+    with under_torchrun():
         model = llama(attention_dropout=dropout)
         model = with_lora(model) if lora else model
         trained = trainer(Path(folder), {"stage": stage}, model, per_device_train_batch_size=batch, **more)
@@ -137,7 +138,7 @@ def test_the_newest_checkpoint_is_found_and_random_numbers_go_on(tmp_path: Path)
 
 @on_ranks(2)
 def test_a_checkpoint_of_the_plain_trainer_is_gone_on_from(tmp_path: Path) -> None:
-    with as_torchrun():
+    with under_torchrun():
         plain = ran(tmp_path, None, save_strategy="steps", save_steps=2)
         sharded = trainer(tmp_path, {"stage": 3})
         sharded.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -151,7 +152,7 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(lora: bool, tmp_path: Pat
 
     file = "adapter_model.safetensors" if lora else "model.safetensors"
     saved, names = [], []
-    with as_torchrun():
+    with under_torchrun():
         for zeroshard in (None, {"stage": 3}):
             folder = tmp_path / str(zeroshard is None)
             trained = ran(folder, zeroshard, lora=lora, save_strategy="steps", save_steps=STEPS, save_only_model=True)
@@ -170,7 +171,7 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(lora: bool, tmp_path: Pat
 
 @on_ranks(2)
 def test_all_ranks_are_told_that_the_first_cannot_save(tmp_path: Path) -> None:
-    with as_torchrun():
+    with under_torchrun():
         sharded = ran(tmp_path, {"stage": 3}, max_steps=1)
         if dist.get_rank() == 0:
             (tmp_path / "taken").touch()
@@ -182,7 +183,7 @@ def test_all_ranks_are_told_that_the_first_cannot_save(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_the_best_model_is_loaded_at_the_end_and_older_ones_are_removed(name: str, tmp_path: Path) -> None:
     options: Options = {"stage": 1, "offload": "cpu"} if "offload" in name else {"stage": 3}
-    with as_torchrun():
+    with under_torchrun():
         results = []
         for zeroshard in (None, options):
             folder = tmp_path / str(zeroshard is None)
@@ -212,7 +213,7 @@ def test_the_best_model_is_loaded_at_the_end_and_older_ones_are_removed(name: st
 
 @on_ranks(2)
 def test_evaluation_comes_before_training_and_training_comes_again(tmp_path: Path) -> None:
-    with as_torchrun():
+    with under_torchrun():
         plain, sharded = (trainer(tmp_path, zeroshard) for zeroshard in (None, {"stage": 3}))
         before = sharded.evaluate()["eval_loss"]  # the plain trainer would not average gradients after an evaluation
         found = []
@@ -241,7 +242,7 @@ def test_generation_goes_on_until_all_ranks_are_done(tmp_path: Path) -> None:
             self.lengths.append(found.shape[1])
 
     sampler = Sampler()
-    with as_torchrun():
+    with under_torchrun():
         sharded = trainer(tmp_path, {"stage": 3}, eval_strategy="steps", eval_steps=2)
         sharded.add_callback(sampler)
         sharded.train()
@@ -263,13 +264,20 @@ def test_metrics_of_generated_text_are_those_of_ddp(tmp_path: Path) -> None:
         return {"sum": float((prediction.predictions > 0).sum())}
 
     found = []
-    with as_torchrun():
+    with under_torchrun():
         for kind, options in ((Seq2SeqTrainer, {}), (ShardedSeq2SeqTrainer, {"zeroshard": {"stage": 3}})):
             torch.manual_seed(3)
             settings = arguments(
                 tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=9, max_steps=2
             )
-            made = kind(huggingface.t5(), settings, train_dataset=rows(8), eval_dataset=rows(6), compute_metrics=tokens, **options)
+            made = kind(
+                huggingface.t5(),
+                settings,
+                train_dataset=rows(8),
+                eval_dataset=rows(6),
+                compute_metrics=tokens,
+                **options,
+            )
             made.train()
             found.append((logged(made), made.evaluate()["eval_sum"]))
     (plain, plain_sum), (sharded, sharded_sum) = found
@@ -280,7 +288,7 @@ def test_metrics_of_generated_text_are_those_of_ddp(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_trl_trains_as_under_ddp(tmp_path: Path) -> None:
     found = []
-    with as_torchrun():
+    with under_torchrun():
         from datasets import Dataset
         from transformers import ByT5Tokenizer
         from trl import SFTConfig, SFTTrainer
@@ -305,9 +313,11 @@ def test_trl_trains_as_under_ddp(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offload", [{"update_in_backward": True}, {"delayed_update_after": 1}])
 @on_ranks(2)
 def test_other_kinds_of_updates_train(offload: Options, tmp_path: Path) -> None:
-    with as_torchrun():
+    with under_torchrun():
         plain = ran(tmp_path, None, max_grad_norm=0.0)
-        sharded = ran(tmp_path, {"stage": 2, "offload": offload}, max_grad_norm=0.0, eval_strategy="steps", eval_steps=2)
+        sharded = ran(
+            tmp_path, {"stage": 2, "offload": offload}, max_grad_norm=0.0, eval_strategy="steps", eval_steps=2
+        )
     same = 2 if "delayed_update_after" in offload else STEPS
     assert logged(sharded)[:same] == pytest.approx(logged(plain)[:same], rel=1e-5)
     assert logged(sharded)[-1] < logged(sharded)[0]
@@ -332,7 +342,7 @@ REFUSED: dict[str, tuple[Options, Options]] = {
 
 @on_ranks(1)
 def test_what_does_not_go_together_is_told_at_once(tmp_path: Path) -> None:
-    with as_torchrun():
+    with under_torchrun():
         for words, (options, more) in REFUSED.items():
             with pytest.raises(ValueError, match=words):
                 trainer(tmp_path, options, **more)
@@ -340,7 +350,7 @@ def test_what_does_not_go_together_is_told_at_once(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_an_optimizer_that_is_not_elementwise_is_refused_before_training(tmp_path: Path) -> None:
-    with as_torchrun():
+    with under_torchrun():
         sharded = trainer(tmp_path, {"stage": 1}, optim="adafactor")
         with pytest.raises((ValueError, TypeError), match="Adafactor"):
             sharded.train()

@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,49 +31,55 @@ from ..storage.load import load
 from ..storage.save import save, together, while_all_wait
 from .requirement import require
 
-require("accelerate", "zeroshard.integrations.accelerate", "transformers")
+require("accelerate", "zeroshard.integrations.accelerate", "transformers")  # before what needs it is imported
 
-from accelerate import Accelerator  # noqa: E402 - after the check
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.utils import DistributedType, DynamoBackend  # noqa: E402
+from accelerate import Accelerator  # type: ignore[import-untyped] # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped] # noqa: E402
+from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped] # noqa: E402
 from huggingface_hub import save_torch_state_dict  # noqa: E402
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 STATES = "zeroshard"
 """The folder of a checkpoint in which the states of sharded models are. Further models have a number behind it."""
+PREPARED = "_is_accelerate_prepared"
+"""What Accelerate writes on a model or an optimizer that went through ``prepare``."""
 TOGETHER = "sharding needs a model and its optimizer, so give both to one call: prepare(model, optimizer, ...)"
 
 
 class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no types
     """An ``Accelerator`` that shards models instead of replicating them with DistributedDataParallel."""
 
+    _models: list[Any]
+    _optimizers: list[Any]
+
     def __init__(self, *args: Any, zeroshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """``zeroshard``: options of ``zeroshard.shard``. All other arguments are those of ``Accelerator``."""
         check_options(zeroshard)
         super().__init__(*args, **kwargs)
-        self._begin(zeroshard)
+        self.shard_with(zeroshard)
 
     @classmethod
     def taking_over(cls, accelerator: Accelerator, zeroshard: Mapping[str, Any] | None) -> ShardedAccelerator:
         """An accelerator that another library made, as one that shards. Both have the same state from now on."""
         taken = cls.__new__(cls)
         taken.__dict__ = accelerator.__dict__
-        taken._begin(zeroshard)
+        taken.shard_with(zeroshard)
         return taken
 
-    def _begin(self, options: Mapping[str, Any] | None) -> None:
+    def shard_with(self, options: Mapping[str, Any] | None) -> None:
+        """Takes options of ``shard()`` for the models to come. Raises if they do not go with these settings."""
         config = check_options(options)
         self._options = dict(options or {})
         if self.distributed_type not in SUPPORTED or self.parallelism_config is not None:
             other = "a parallelism_config" if self.parallelism_config is not None else f"{self.distributed_type.value}"
             raise ValueError(
-                f"zeroshard shards the model, so it excludes {other}; leave that plugin or configuration out, and start "
-                "with torchrun, or with `accelerate launch --multi_gpu`"
+                f"zeroshard shards the model, so it excludes {other}; leave that plugin or configuration out, and "
+                "start with torchrun, or with `accelerate launch --multi_gpu`"
             )
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
-                "a sharded model is not compiled as a whole; leave torch_compile or dynamo_backend out, and compile its "
-                "blocks before training: `for block in model.model.layers: block.compile()`"
+                "a sharded model is not compiled as a whole; leave torch_compile or dynamo_backend out, and compile "
+                "its blocks before training: `for block in model.model.layers: block.compile()`"
             )
         if self.mixed_precision == "fp8":
             raise ValueError('mixed_precision="fp8" replaces layers of the model; use "bf16" with zeroshard')
@@ -94,6 +99,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
     def _shard(self, given: tuple[Any, ...]) -> dict[int, ShardedOptimizer]:
         """Shards the models that are given with an optimizer. Returns what takes the place of which optimizer."""
         models = [each for each in given if isinstance(each, nn.Module) and not is_sharded(each)]
+        elsewhere = [m for m in given if isinstance(m, nn.Module) and is_sharded(m) and not hasattr(m, PREPARED)]
+        if elsewhere and self._options:
+            raise ValueError("the model is sharded already, so zeroshard= has no effect; leave it out")
         wrappers = (ShardedOptimizer, AcceleratedOptimizer)
         optimizers = [e for e in given if isinstance(e, torch.optim.Optimizer) and not isinstance(e, wrappers)]
         found: dict[int, ShardedOptimizer] = {}
@@ -140,8 +148,8 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         raise RuntimeError(
-            "join_uneven_inputs is for DistributedDataParallel: ranks of a sharded model take the same number of steps; "
-            "leave even_batches=True, or drop_last=True in the data loader"
+            "join_uneven_inputs is for DistributedDataParallel: ranks of a sharded model make the same number of "
+            "steps; leave even_batches=True, or drop_last=True in the data loader"
         )
 
     # -- saving ---------------------------------------------------------------------------------------------------
@@ -189,13 +197,13 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
         state = self.get_state_dict(model)
-        write = partial(
-            save_torch_state_dict,
-            state,
-            save_directory,
-            max_shard_size=max_shard_size,
-            safe_serialization=safe_serialization,
-        )
+
+        def write() -> None:
+            os.makedirs(save_directory, exist_ok=True)
+            save_torch_state_dict(
+                state, Path(save_directory), max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            )
+
         while_all_wait(runtime_of(model).fabric, write if state else None)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
@@ -208,7 +216,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[nn.Module]]:
-        """Inside, Accelerate does not know the sharded models and their optimizers. Either all ranks end or all raise."""
+        """Inside, Accelerate does not know of sharded models and their optimizers. All ranks end, or all raise."""
         models, optimizers = self._models, self._optimizers
         sharded = [model for model in models if is_sharded(model)]
         self._models = [model for model in models if not is_sharded(model)]

@@ -46,8 +46,8 @@ EXCLUDED = {
     "torch_compile": "compile the blocks before training: `for block in model.model.layers: block.compile()`",
     "auto_find_batch_size": "one rank alone would start again; `zeroshard plan MODEL --batch max` finds the batch",
     "enable_jit_checkpoint": "a signal reaches each rank at another step; save every few steps with save_steps",
-    "fp16_full_eval": 'a sharded model is not cast; evaluate in the precision of training, precision="fp16" for example',
-    "bf16_full_eval": 'a sharded model is not cast; evaluate in the precision of training, precision="bf16" for example',
+    "fp16_full_eval": 'a sharded model is not cast; train in 16 bits too, with precision="fp16"',
+    "bf16_full_eval": 'a sharded model is not cast; train in 16 bits too, with precision="bf16"',
     "ddp_bucket_cap_mb": "it has no effect: there is no DistributedDataParallel",
     "ddp_broadcast_buffers": "it has no effect: buffers that forward changes follow rank 0",
     "ddp_static_graph": "it has no effect: there is no DistributedDataParallel",
@@ -86,8 +86,8 @@ class ShardedTrainerMixin:
         if not is_sharded(self.model):
             super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-            if runtime_of(self.model).table.parameters.extent is Extent.SHARD:
-                setattr(self.model, SYNCED_GENERATION, True)
+        if runtime_of(self.model).table.parameters.extent is Extent.SHARD:
+            setattr(self.model, SYNCED_GENERATION, True)
         return self.optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
