@@ -55,7 +55,9 @@ def test_private_names_of_torch_are_only_in_compat() -> None:
                 while isinstance(root, ast.Attribute):
                     root = root.value  # type: ignore[assignment]
                 owner = root.id if isinstance(root, ast.Name) else ast.unparse(root)
-                assert owner in ("self", "cls", "super()", "watchdog"), f"{path.name}:{node.lineno} uses {ast.unparse(node)}"
+                assert owner in ("self", "cls", "super()", "watchdog"), (
+                    f"{path.name}:{node.lineno} uses {ast.unparse(node)}"
+                )
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                 names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
                 assert not any(name.startswith("_") for name in names), f"{path.name}:{node.lineno}"

@@ -236,6 +236,14 @@ def test_a_plain_accelerator_is_refused_by_name() -> None:
             Accelerator(cpu=True).prepare(model, optimizer)
 
 
+@on_ranks(2)
+def test_ranks_that_would_train_alone_are_told() -> None:
+    from zeroshard.integrations.accelerate import ShardedAccelerator
+
+    with under_torchrun(), pytest.raises(ValueError, match=r"2 processes were started.*counts 1.*cpu=True"):
+        ShardedAccelerator()  # Accelerate takes CPUs for one process, if it is not told
+
+
 @on_ranks(1)
 def test_what_does_not_go_together_is_told_at_once() -> None:
     from zeroshard.integrations.accelerate import ShardedAccelerator

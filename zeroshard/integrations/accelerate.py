@@ -76,6 +76,12 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
                 f"zeroshard shards the model, so it excludes {other}; leave that plugin or configuration out, and "
                 "start with torchrun, or with `accelerate launch --multi_gpu`"
             )
+        started = int(os.environ.get("WORLD_SIZE", 1))
+        if self.num_processes != started:
+            raise ValueError(
+                f"{started} processes were started, and Accelerate counts {self.num_processes}, so each would train on "
+                "all data; on CPUs say so with Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
+            )
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 "a sharded model is not compiled as a whole; leave torch_compile or dynamo_backend out, and compile "
