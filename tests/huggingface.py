@@ -31,12 +31,21 @@ class Case(NamedTuple):
 
 @contextmanager
 def under_torchrun() -> Iterator[None]:
-    """Inside, Accelerate finds the environment of torchrun. Afterwards it forgets all it knew."""
+    """Inside, Accelerate finds the environment of torchrun. Afterwards it forgets all it knew.
+
+    Ranks of tests that have a GPU share one.
+    """
     from accelerate.state import AcceleratorState, GradientState
 
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # not looked up: the process group is there already
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **address}
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": "0" if dist.get_backend() == "nccl" else rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        **address,
+    }
     with mock.patch.dict(os.environ, environment):
         try:
             yield

@@ -88,9 +88,9 @@ def test_the_layout_imports_no_distributed() -> None:
     assert "distributed" not in (PACKAGE / "config/layout.py").read_text()
 
 
-def test_importing_the_package_starts_no_process_and_sets_no_variable() -> None:
+def test_importing_the_package_starts_no_process_sets_no_variable_and_needs_no_other_library() -> None:
     program = (
-        "import os, subprocess, multiprocessing.process as p\n"
+        "import os, subprocess, sys, multiprocessing.process as p\n"
         "before = dict(os.environ)\n"
         "def refuse(*a, **k): raise SystemExit('a process was started')\n"
         "subprocess.Popen.__init__ = refuse\n"
@@ -99,6 +99,8 @@ def test_importing_the_package_starts_no_process_and_sets_no_variable() -> None:
         "middle = dict(os.environ)\n"
         "import zeroshard\n"
         "assert dict(os.environ) == middle, 'a variable was set'\n"
+        "libraries = {'accelerate', 'deepspeed', 'lightning', 'ray', 'transformers', 'trl'}\n"
+        "assert libraries.isdisjoint(sys.modules), 'a library of an integration was imported'\n"
         "import torch.distributed as dist\n"
         "assert not dist.is_initialized()\n"
     )

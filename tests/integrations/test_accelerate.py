@@ -8,60 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
 import zeroshard
 from tests.huggingface import under_torchrun
-from tests.integrations.tiny import llama, rows
+from tests.integrations.runs import Options, Run, llama
 from tests.matrix import slow
 from tests.ranks import Pool, on_ranks
 from zeroshard.storage.format import CheckpointError
-
-Options = dict[str, Any]
-
-
-class Run:
-    """A script as people write it with Accelerate. The lines are the same, whatever the accelerator."""
-
-    def __init__(self, zeroshard: Options | None, clip: str | None = "norm", batch: int = 2, **more: Any) -> None:
-        from accelerate import Accelerator
-
-        from zeroshard.integrations.accelerate import ShardedAccelerator
-
-        kind, options = (Accelerator, {}) if zeroshard is None else (ShardedAccelerator, {"zeroshard": zeroshard})
-        self.clip, self.losses, self.rates, self.norms = clip, list[float](), list[float](), list[float]()
-        self.accelerator = accelerator = kind(**options, **{"cpu": True, **more})
-        model = llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
-        loader = DataLoader(rows(32), batch_size=batch, collate_fn=_tensors)  # type: ignore[arg-type]
-        prepared = accelerator.prepare(model, optimizer, loader, scheduler)
-        self.model, self.optimizer, self.loader, self.scheduler = prepared
-
-    def train(self, batches: int, skip: int = 0) -> Run:
-        accelerator, model = self.accelerator, self.model
-        model.train()
-        loader = accelerator.skip_first_batches(self.loader, skip)
-        for batch, _ in zip(loader, range(batches), strict=False):
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients and self.clip == "norm":
-                    self.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-                if accelerator.sync_gradients and self.clip == "value":
-                    accelerator.clip_grad_value_(model.parameters(), 0.01)
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-            self.losses.append(float(accelerator.gather(loss.detach()).mean()))
-            self.rates.append(self.scheduler.get_last_lr()[0])
-        return self
-
-
-def _tensors(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {name: torch.tensor([row[name] for row in batch]) for name in batch[0]}
-
 
 SETTINGS: dict[str, tuple[Options, Options]] = {
     # name: options of zeroshard, arguments of both runs
@@ -123,6 +77,16 @@ class _Counter:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.value = state["value"]
+
+
+@pytest.mark.parametrize(("stage", "volume"), [(1, 2), slow(0, 2), slow(2, 3), slow(3, 6)])
+@on_ranks(2)
+def test_micro_batches_are_reduced_where_gradients_are_shards(stage: int, volume: int) -> None:
+    options: Options = {"stage": stage} if stage < 3 else {"stage": stage, "keep": ()}
+    with under_torchrun():
+        run = Run(options, gradient_accumulation_steps=2).train(4)
+        stats = zeroshard.stats(run.model)
+    assert stats.volume_elements == volume * stats.padded_parameters
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 1)), slow((1, 2), (2, 3)), slow((2, 1), (2, 2))])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.huggingface import under_torchrun
-from tests.integrations.tiny import llama, rows, with_lora
+from tests.integrations.runs import STEPS, Options, arguments, llama, logged, ran, rows, trainer, with_lora
 from tests.matrix import slow
 from tests.ranks import Pool, on_ranks
 from zeroshard.storage.format import CheckpointError
-
-Options = dict[str, Any]
-STEPS = 4
-
-
-def arguments(folder: Path, kind: Any = None, **more: Any) -> Any:
-    from transformers import TrainingArguments
-
-    settings: Options = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return (kind or TrainingArguments)(**(settings | more))
-
-
-def trainer(folder: Path, zeroshard: Options | None, model: Any = None, **more: Any) -> Any:
-    """A trainer: sharded with these options, or plain without."""
-    from transformers import Trainer
-
-    from zeroshard.integrations.transformers import ShardedTrainer
-
-    model = llama() if model is None else model
-    kind, options = (Trainer, {}) if zeroshard is None else (ShardedTrainer, {"zeroshard": zeroshard})
-    return kind(model, arguments(folder, **more), train_dataset=rows(40), eval_dataset=rows(8, seed=6), **options)
-
-
-def logged(trained: Any, name: str = "loss") -> list[float]:
-    return [entry[name] for entry in trained.state.log_history if name in entry]
-
-
-def ran(folder: Path, zeroshard: Options | None, lora: bool = False, **more: Any) -> Any:
-    trained = trainer(folder, zeroshard, with_lora(llama()) if lora else None, **more)
-    trained.train()
-    return trained
-
 
 SETTINGS: dict[str, tuple[Options, Options]] = {
     # name: options of zeroshard, arguments of both trainers
@@ -354,3 +313,13 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_before_training(tmp_pat
         sharded = trainer(tmp_path, {"stage": 1}, optim="adafactor")
         with pytest.raises((ValueError, TypeError), match="Adafactor"):
             sharded.train()
+
+
+@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+def test_a_missing_library_is_named_with_the_command_that_installs_it(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeroshard.integrations.requirement.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, f"zeroshard.integrations.{library}", raising=False)
+    with pytest.raises(ImportError, match=rf"needs {library}.*pip install 'zeroshard\[transformers\]'"):
+        import_module(f"zeroshard.integrations.{library}")
