@@ -64,8 +64,10 @@ def trainer(folder: Path, zeroshard: Options | None, model: Any = None, **more: 
 
     from zeroshard.integrations.transformers import ShardedTrainer
 
-    model = llama() if model is None else model
+    if model is None and "model_init" not in more:
+        model = llama()
     kind, options = (Trainer, {}) if zeroshard is None else (ShardedTrainer, {"zeroshard": zeroshard})
+    options["model_init"] = more.pop("model_init", None)
     return kind(model, arguments(folder, **more), train_dataset=rows(40), eval_dataset=rows(8, seed=6), **options)
 
 

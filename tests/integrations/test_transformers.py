@@ -35,7 +35,14 @@ SETTINGS: dict[str, tuple[Options, Options]] = {
     "stage 3, SGD": ({"stage": 3}, {"optim": "sgd"}),
     "stage 2, Adagrad": ({"stage": 2}, {"optim": "adagrad"}),
     "stage 3, noise on embeddings": ({"stage": 3}, {"neftune_noise_alpha": 5.0}),
+    "stage 3, recomputed by reentrant calls": (
+        {"stage": 3},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
     "stage 3, autocast": ({"stage": 3}, {"bf16": True}),
+    "stage 2, from a function": ({"stage": 2}, {"model_init": lambda: llama()}),
+    "stage 3, smoothed labels": ({"stage": 3}, {"label_smoothing_factor": 0.1}),
+    "stage 2, tokens counted by rank": ({"stage": 2}, {"average_tokens_across_devices": False}),
 }
 QUICK = ("stage 1", "stage 2, accumulation", "stage 3, offload", "stage 3, LoRA")
 
@@ -185,6 +192,18 @@ def test_evaluation_comes_before_training_and_training_comes_again(tmp_path: Pat
     assert before == pytest.approx(fresh, rel=1e-5)
     assert found[2:] == [pytest.approx(losses, rel=1e-4) for losses in found[:2]]
     torch.testing.assert_close(torch.tensor(predicted[1]), torch.tensor(predicted[0]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", slow("cosine_with_restarts")])
+@on_ranks(2)
+def test_other_schedulers_go_on(kind: str, tmp_path: Path) -> None:
+    more: Options = {"lr_scheduler_type": kind, "eval_strategy": "steps", "eval_steps": 1}
+    with under_torchrun():
+        whole = ran(tmp_path, {"stage": 2}, save_strategy="steps", save_steps=2, **more)
+        rest = trainer(tmp_path, {"stage": 2}, **more)
+        rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(rest) == logged(whole)
+    assert logged(rest, "learning_rate") == logged(whole, "learning_rate")
 
 
 @on_ranks(2)

@@ -126,7 +126,10 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
         if is_sharded(model):
             device_placement, evaluation_mode = False, True
         elif not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(f"prepare() was given {type(model).__name__} without its optimizer; {TOGETHER}")
+            raise ValueError(
+                f"prepare() was given {type(model).__name__} without its optimizer; {TOGETHER}. A model that is not "
+                "trained is frozen, or prepared with prepare_model(model, evaluation_mode=True)"
+            )
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
