@@ -123,9 +123,8 @@ def leave(wrapper: str) -> str:
     remedy = f"leave {wrapper} out: shard() averages the gradients"
     if wrapper == DistributedDataParallel.__name__:
         remedy += (
-            ". Accelerate puts it around the model in prepare(): call accelerator.prepare_model(model, "
-            "evaluation_mode=True) instead. So does Hugging Face's Trainer: set model._is_accelerate_prepared = True "
-            "before train()"
+            ". Hugging Face's libraries put it around the model: use ShardedAccelerator of "
+            "zeroshard.integrations.accelerate, or ShardedTrainer of zeroshard.integrations.transformers"
         )
     return remedy
 
