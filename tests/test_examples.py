@@ -48,16 +48,20 @@ EXAMPLE_PAIRS = [
         EXAMPLES / "huggingface/finetune.py", EXAMPLES / "huggingface/finetune_zeroshard.py", "out/model.safetensors"
     ),
 ]
+DEEPSPEED = Example(EXAMPLES / "deepspeed/train.py", EXAMPLES / "deepspeed/train_zeroshard.py", "saved/weights.pt")
+each_pair = pytest.mark.parametrize(
+    "example", [*EXAMPLE_PAIRS, DEEPSPEED], ids=lambda example: example.original.parent.name
+)
 each_example = pytest.mark.parametrize("example", EXAMPLE_PAIRS, ids=lambda example: example.original.parent.name)
 
 
-def run(command: str, example: Example, folder: Path) -> list[float]:
+def run(command: str, example: Example, folder: Path, small: list[str] = SMALL) -> list[float]:
     """Runs a command of the examples' README, small, and returns the losses it printed."""
     program, *arguments = shlex.split(command)
     start = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}[program]
     out = folder / Path(example.saved).parts[0]
     done = subprocess.run(
-        [sys.executable, *start, *arguments, *SMALL, "--out", str(out)],
+        [sys.executable, *start, *arguments, *small, "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -118,14 +122,29 @@ def test_one_rank_gives_the_original_losses_and_two_ranks_learn(example: Example
         torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-@each_example
+@pytest.mark.slow
+def test_a_script_for_deepspeed_gives_the_same_losses_and_weights(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    small = ["--steps", str(STEPS), "--report-every", "1", "--hidden", "64", "--layers", "2"]
+    losses, weights = [], []
+    for command in (line for line in COMMANDS if "examples/deepspeed/" in line):
+        folder = tmp_path / Path(command).stem
+        losses.append(run(command, DEEPSPEED, folder, small))
+        weights.append(DEEPSPEED.weights(folder))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@each_pair
 def test_at_most_eight_lines_of_code_change(example: Example) -> None:
     changed = changes(code_lines(example.original), code_lines(example.sharded))
     assert sum(line.startswith("+") for line in changed) <= CHANGED_LINES
     assert sum(line.startswith("-") for line in changed) <= CHANGED_LINES
 
 
-@each_example
+@each_pair
 def test_the_readme_shows_every_changed_line(example: Example) -> None:
     name = str(example.original.relative_to(EXAMPLES))
     (shown,) = (text for language, text in FENCED if language == "diff" and name in text)
