@@ -21,6 +21,8 @@ from tests.models import batch, net
 STEPS = 4
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 
+OFFLOAD = {"zero_force_ds_cpu_optimizer": False}  # DeepSpeed's own CPU Adam would be compiled first
+
 
 def configuration(stage: int, **more: Any) -> dict[str, Any]:
     return {
@@ -40,6 +42,13 @@ def warmup(name: str, **parameters: Any) -> dict[str, Any]:
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": configuration(stage) for stage in (0, 1, 2, 3)},
     **{f"bf16, stage {stage}": configuration(stage, bf16={"enabled": True}) for stage in (1, 2, 3)},
+    "offload": configuration(2, **OFFLOAD, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    "offload of parameters": configuration(
+        3,
+        **OFFLOAD,
+        zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    ),
+    "autocast to bf16": configuration(2, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     "clipped by default": {k: v for k, v in configuration(2).items() if k != "gradient_clipping"},
     "not clipped": configuration(2, gradient_clipping=0.0),
     "Adam": configuration(1, optimizer={"type": "Adam", "params": {**ADAM["params"], "adam_w_mode": False}}),

@@ -180,6 +180,16 @@ class Engine(nn.Module):
         norm = None if self.optimizer is None else self.optimizer.grad_norm
         return None if norm is None else float(norm)
 
+    # -- phases without training ----------------------------------------------------------------------------------
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """All model states sleep in host memory. DeepSpeed's choice of some of them is not followed."""
+        api.offload_states(self.module)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings the states back to the device."""
+        api.restore_states(self.module)
+
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save_checkpoint(
