@@ -93,12 +93,22 @@ def test_the_page_shows_the_table() -> None:
             {"activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 3}},
             {"stage": 0, "clip_grad_norm": 1.0, "activations": Activations(checkpoint=False, offload=True)},
         ),
+        ({"gradient_clipping": None, "zero_optimization": {"stage": None}}, {"stage": 0, "clip_grad_norm": 1.0}),
         ({"zeroshard": {"stage": 3, "keep": ()}}, {"stage": 3, "clip_grad_norm": 1.0, "keep": ()}),
     ],
 )
 def test_keys_are_mapped_to_options_of_shard(config: dict[str, Any], options: dict[str, Any]) -> None:
     assert read(**config).options == options
     zeroshard.Config.parse(options)
+
+
+def test_remedies_of_the_table_are_options() -> None:
+    """A reason that names a section of zeroshard's shows one that works."""
+    written = [key.why.split('"zeroshard": ')[1] for key in deepspeed.keys().values() if '"zeroshard": ' in key.why]
+    assert written
+    for text in written:
+        config = {"bf16": {"enabled": True}, "zeroshard": json.loads(text)}
+        zeroshard.Config.parse(read(**config).options)
 
 
 def test_a_fixed_loss_scale_stays() -> None:
@@ -138,6 +148,14 @@ def test_what_is_refused_is_named_with_the_reason_unless_it_asks_for_nothing(nam
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, ["optimizer.params.lr", "auto="]),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["exclude"]),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ["fp16 section"]),
+        ({"torch_autocast": {"enabled": True, "dtype": "float32"}}, ["bfloat16"]),
+        ({"torch_autocast": {"enabled": True}}, ["torch_autocast.dtype=None"]),
+        ({"gradient_clipping": "1.0"}, ["gradient_clipping='1.0'", "a number"]),
+        ({"bf16": {"enabled": "true"}}, ["bf16.enabled='true'", "true or false"]),
+        ({"optimizer": {"type": 3}}, ["optimizer.type=3", "a string"]),
+        ({"optimizer": {"type": "SGD", "params": [1]}}, ["optimizer.params=[1]", "braces"]),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, ["train_batch_size", "auto="]),
+        ({"train_batch_size": "auto"}, ["train_batch_size", "auto="]),
         ({"train_batch_size": 5}, ["batch=5", "micro-batch 4"]),
         ({"train_micro_batch_size_per_gpu": None}, ["train_batch_size"]),
         ({"communication_data_type": "int8"}, ["communication_data_type", "bf16"]),
@@ -172,6 +190,11 @@ def test_auto_is_taken_where_the_caller_gives_the_value(tmp_path: Path) -> None:
         ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, 2, (24, 4, 3)),
         ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 2, (24, 2, 6)),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 4, (24, 2, 3)),
+        (
+            {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3.0},
+            4,
+            (24, 2, 3),
+        ),
     ],
 )
 def test_batch_sizes_complete_each_other(given: dict[str, int], world: int, sizes: tuple[int, int, int]) -> None:
@@ -344,6 +367,9 @@ def test_a_checkpoint_goes_on_with_the_same_bits_in_another_stage(tmp_path: Path
     assert (resumed.global_steps, resumed.micro_steps) == (2, 4)
     assert train(resumed, range(4, 8)) == expected
     assert resumed.get_lr() == engine.get_lr()
+    zeroshard.save(tmp_path / "without an engine", engine.module, engine.optimizer)
+    assert resumed.load_checkpoint(str(tmp_path), "without an engine", load_lr_scheduler_states=False)[1] == {}
+    assert (resumed.global_steps, resumed.micro_steps, resumed.global_samples) == (4, 8, 64)
     fresh = make(stage=1)
     fresh.load_checkpoint(str(tmp_path), tag="two", load_module_only=True)
     assert fresh.optimizer.steps == 0

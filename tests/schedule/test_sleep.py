@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeroshard
 from tests.matrix import matrix
@@ -199,6 +201,27 @@ def test_a_view_that_a_user_keeps_stays_readable() -> None:
     zeroshard.restore_states(model)
     assert torch.equal(view, values)
     assert torch.equal(model.get_parameter(INNER), values)
+
+
+@on_ranks(2)
+def test_divided_matrices_sleep_too() -> None:
+    found = []
+    for sleeps in (False, True):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(7, 6), nn.Linear(6, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=2, mesh=mesh["dp"], units=["0", "1"])
+        whole = {}
+        for step in range(3):
+            train(model, optimizer, step)
+            if sleeps:
+                whole = dict(zeroshard.whole_parameters(model))
+                zeroshard.offload_states(model)
+                zeroshard.restore_states(model)
+        found.append(weights(model))
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+    assert all(torch.equal(whole[name], value) for name, value in found[0].items())
 
 
 def test_without_room_on_the_host_nothing_falls_asleep(monkeypatch: pytest.MonkeyPatch) -> None:

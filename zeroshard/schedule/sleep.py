@@ -26,6 +26,8 @@ class Sleep:
     ) -> None:
         self._units, self._schedule, self._fabric, self._optimizer = units, schedule, fabric, optimizer
         self._flats = [flat for unit in units for flat in unit.flats]
+        self._states: dict[Flat, list[Tensor]] = {}
+        """The optimizer's states that were on the device when they fell asleep."""
 
     @property
     def any(self) -> bool:
@@ -38,11 +40,12 @@ class Sleep:
         awake = [flat for flat in self._flats if flat.presence is not Presence.ASLEEP]
         with self._fabric.watchdog.during("offload_states()"):
             self._settle(awake)
-            states = self._states()
-            self._check_room(sum(resting_bytes(flat, states.get(flat, ())) for flat in awake))
+            device, on_device = self._fabric.device, self._states_on_device()
+            self._states.update({flat: [s for s in on_device.get(flat, ()) if s.device == device] for flat in awake})
+            self._check_room(sum(resting_bytes(flat, self._states[flat]) for flat in awake))
             self._wait_for_device()
             for flat in awake:
-                fall_asleep(flat, states.get(flat, ()))
+                fall_asleep(flat, self._states[flat])
             if self._fabric.device.type == "cuda":
                 torch.cuda.empty_cache()  # so that other processes can have the memory too
 
@@ -50,9 +53,9 @@ class Sleep:
     def end(self) -> None:
         """Brings sleeping states back to the device."""
         with self._fabric.watchdog.during("restore_states()"):
-            states = self._states()
             for flat in self._flats:
-                wake_up(flat, states.get(flat, ()), self._fabric.device)
+                wake_up(flat, self._states.get(flat, ()), self._fabric.device)
+                self._states.pop(flat, None)  # not before: if memory runs out, the next call needs them
             self._wait_for_device()  # streams of gathers use the memory next
 
     def _settle(self, awake: Sequence[Flat]) -> None:
@@ -69,8 +72,7 @@ class Sleep:
             flat.wait_if_whole()
         self._schedule.lifetimes.release_all(doing)
 
-    def _states(self) -> dict[Flat, list[Tensor]]:
-        """The optimizer's states on the device, or that were there before they fell asleep."""
+    def _states_on_device(self) -> dict[Flat, list[Tensor]]:
         return {} if self._optimizer is None else self._optimizer.piece_states.by_flat()
 
     def _check_room(self, needed: int) -> None:

@@ -29,7 +29,19 @@ DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
 }
 OTHER_OPTIMIZERS = ("lamb", "lion", "muon", "muadam", "muadamw", "musgd")
+SECTIONS = ("optimizer.params", "scheduler.params", "zeroshard")
+WORDS = (
+    *("optimizer.type", "scheduler.type", "communication_data_type", "data_types.grad_accum_dtype"),
+    *("torch_autocast.dtype", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
+)
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+NUMBERS = (
+    *(*SIZES, "steps_per_print", "gradient_clipping", "zero_optimization.stage"),
+    *("zero_optimization.offload_optimizer.ratio", "fp16.loss_scale", "fp16.initial_scale_power"),
+    *("fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale"),
+)
+"""Mapped keys with numbers, beside those with words and sections. All others are true or false."""
 
 
 class Key(NamedTuple):
@@ -116,11 +128,11 @@ def from_config(
             raise ValueError(f"the DeepSpeed configuration has the unknown key {quoted(name)}{nearest(name, table)}")
         if key.what != "accepted":
             value = _with_values(name, value, auto or {})
-        if key.what == "mapped":
-            settings[name.replace("bfloat16.", "bf16.")] = value
+        if key.what == "mapped" and value is not None:
+            settings[name.replace("bfloat16.", "bf16.")] = _checked(name, value)
         elif key.what == "refused" and not _asks_nothing(value, key.fine):
             raise ValueError(f"{name}={quoted(value)} in the DeepSpeed configuration is refused: {key.why}")
-    return Configuration(_options(settings), settings, *_sizes([settings.get(name) for name in SIZES], world))
+    return Configuration(_options(settings), settings, *_sizes(settings, world))
 
 
 def _flat(values: Mapping[str, Any], table: Mapping[str, Key], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -137,11 +149,28 @@ def _flat(values: Mapping[str, Any], table: Mapping[str, Key], path: str = "") -
 def _with_values(name: str, value: Any, auto: Mapping[str, Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _with_values(f"{name}.{key}", each, auto) for key, each in value.items()}
-    if value == "auto" and name not in auto and name != "data_types.keep_in_fp32_modules":
-        raise ValueError(
-            f'{name} is "auto", and nobody gives its value; write it there, or pass auto={{"{name}": ...}}'
-        )
+    if value == "auto" and name not in auto and name not in (*SIZES, "data_types.keep_in_fp32_modules"):
+        raise _no_value(name)
     return auto.get(name, value) if value == "auto" else value
+
+
+def _no_value(name: str) -> ValueError:
+    return ValueError(f'{name} is "auto", and nobody gives its value; write it there, or pass auto={{"{name}": ...}}')
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value of a mapped key, if it has the right type. In JSON 1e3 stands for the whole number 1000 too."""
+    right, text = (isinstance(value, str), "a string")
+    if name in SECTIONS:
+        right, text = isinstance(value, Mapping), "a section in braces"
+    elif name in NUMBERS:
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
+        right, text = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    elif name not in WORDS:
+        right, text = isinstance(value, bool), "true or false"
+    if not right and not (name in SIZES and value == "auto"):
+        raise ValueError(f"{name}={quoted(value)} in the DeepSpeed configuration must be {text}")
+    return value
 
 
 def _asks_nothing(value: Any, fine: tuple[Any, ...]) -> bool:
@@ -150,8 +179,11 @@ def _asks_nothing(value: Any, fine: tuple[Any, ...]) -> bool:
     return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in fine)
 
 
-def _sizes(given: list[Any], world: int) -> tuple[int, int, int]:
-    batch, micro, steps = given
+def _sizes(settings: Mapping[str, Any], world: int) -> tuple[int, int, int]:
+    given: list[Any] = [settings.get(name) for name in SIZES]
+    if "auto" in given and (given.count("auto") > 1 or None in given):
+        raise _no_value(SIZES[given.index("auto")])
+    batch, micro, steps = given = [None if size == "auto" else size for size in given]
     if batch is None and micro is None:
         raise ValueError("the DeepSpeed configuration needs train_batch_size or train_micro_batch_size_per_gpu")
     if batch is None:
@@ -198,8 +230,12 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
         options["offload"] = Offload(parameters=where, host_fraction=fraction)  # type: ignore[arg-type]
     if get("activation_checkpointing.cpu_checkpointing"):
         options["activations"] = Activations(checkpoint=False, offload=True)
-    if get("torch_autocast.enabled") and _dtype("torch_autocast.dtype", get("torch_autocast.dtype")) is torch.float16:
-        raise ValueError("torch_autocast.dtype=float16 in the DeepSpeed configuration is refused: use the fp16 section")
+    dtype = get("torch_autocast.dtype")
+    if get("torch_autocast.enabled") and DTYPES.get(str(dtype).removeprefix("torch.")) is not torch.bfloat16:
+        raise ValueError(
+            f"torch_autocast.dtype={quoted(dtype)} in the DeepSpeed configuration is refused: write bfloat16, or use "
+            "the fp16 section"
+        )
     return options | dict(get("zeroshard") or {})
 
 

@@ -36,10 +36,8 @@ class Engine(nn.Module):
         self.dp_world_size, self.local_rank = self.world_size, int(os.environ.get("LOCAL_RANK", 0))
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._boundary: bool | None = None
-        self._autocast, self._stage = (
-            bool(configuration.settings.get("torch_autocast.enabled")),
-            api.stats(module).stage,
-        )
+        self._autocast = bool(configuration.settings.get("torch_autocast.enabled"))
+        self._stage = api.stats(module).stage
         self._divided = self._applied = False
 
     def __getattr__(self, name: str) -> Any:
@@ -231,6 +229,10 @@ class Engine(nn.Module):
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
         extra = load(folder, self.module, optimizer, scheduler, random=False)  # as DeepSpeed
+        if not isinstance(extra, dict) or "counts" not in extra:  # zeroshard.save() wrote it, without an engine
+            steps = 0 if optimizer is None else optimizer.steps
+            counts = [steps, steps * self.gradient_accumulation_steps(), steps * self.train_batch_size()]
+            extra = {"counts": counts, "client_state": {}}
         self.global_steps, self.micro_steps, self.global_samples = extra["counts"]
         return str(folder), extra["client_state"]
 
