@@ -248,7 +248,7 @@ class Runtime(NotCopyable):
         norm = optimizer.grad_norm if optimizer is not None else None
         kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
         memory, host_memory = self.ledger.now(), self._host_memory()
-        if self.sleep.any:
+        if self.sleep.asleep:
             memory, host_memory = memory.asleep(host_memory)
         return Stats(
             **vars(self._traffic),
@@ -290,7 +290,7 @@ class Runtime(NotCopyable):
 
     def check_awake(self, doing: str) -> None:
         """Raises while states wait in host memory."""
-        if self.sleep.any:
+        if self.sleep.asleep:
             raise RuntimeError(f"{doing} while {SLEEPING}")
 
     def check_structure(self) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -335,23 +336,11 @@ def test_a_step_is_made_where_the_script_says() -> None:
 def test_a_step_that_overflows_is_skipped_and_leaves_the_scheduler_where_it_is() -> None:
     engine = make(bf16={"enabled": True}, gradient_accumulation_steps=1)
     engine.backward(engine(batch(0)).sum() * float("inf"))
-    with pytest.warns(UserWarning, match="left out") if dist.get_rank() == 0 else nullwarning():
+    with pytest.warns(UserWarning, match="left out") if dist.get_rank() == 0 else nullcontext():
         engine.step()
     assert (engine.global_steps, engine.skipped_steps, engine.lr_scheduler.last_batch_iteration) == (1, 1, -1)
     train(engine, range(1))
     assert (engine.global_steps, engine.skipped_steps, engine.lr_scheduler.last_batch_iteration) == (2, 1, 0)
-
-
-def nullwarning() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
-def from_rank_zero(value: Path) -> Path:
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
 
 
 @on_ranks(2)
@@ -373,6 +362,8 @@ def test_a_checkpoint_goes_on_with_the_same_bits_in_another_stage(tmp_path: Path
     fresh = make(stage=1)
     fresh.load_checkpoint(str(tmp_path), tag="two", load_module_only=True)
     assert fresh.optimizer.steps == 0
+    with pytest.raises(ValueError, match="load_module_strict"):
+        fresh.load_checkpoint(str(tmp_path), load_module_strict=False)
     with pytest.warns(UserWarning, match="latest"):
         assert fresh.load_checkpoint(str(tmp_path / "nothing")) == (None, None)
 
@@ -427,6 +418,8 @@ def test_the_loader_has_this_ranks_part_of_the_data() -> None:
 def test_states_sleep_between_phases() -> None:
     engine = make()
     train(engine, range(2))
+    with pytest.raises(ValueError, match="include="):
+        engine.offload_states(include=["lp_params"])
     engine.offload_states()
     with pytest.raises(RuntimeError, match="restore_states"):
         engine(batch(0))

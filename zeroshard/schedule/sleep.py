@@ -30,7 +30,7 @@ class Sleep:
         """The optimizer's states that were on the device when they fell asleep."""
 
     @property
-    def any(self) -> bool:
+    def asleep(self) -> bool:
         """Whether states are asleep."""
         return any(flat.presence is Presence.ASLEEP for flat in self._flats)
 

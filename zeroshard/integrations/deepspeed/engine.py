@@ -180,8 +180,12 @@ class Engine(nn.Module):
 
     # -- phases without training ----------------------------------------------------------------------------------
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """All model states sleep in host memory. DeepSpeed's choice of some of them is not followed."""
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """All model states sleep in host memory, which is not pinned. Returns when they are there."""
+        if include is not None or getattr(device, "value", device) != "cpu":
+            raise ValueError("offload_states() puts all states into host memory; leave include= and device= out")
         api.offload_states(self.module)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -219,6 +223,8 @@ class Engine(nn.Module):
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Loads what ``save_checkpoint`` saved, and returns its folder and client state. Collective."""
+        if not load_module_strict:
+            raise ValueError("load_module_strict=False is refused: a checkpoint must fit the model; leave it out")
         latest = Path(load_dir) / "latest"
         if tag is None and not latest.is_file():
             warnings.warn(

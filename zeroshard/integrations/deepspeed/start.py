@@ -69,7 +69,7 @@ def initialize(
 
 
 def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """Starts the process group from torchrun's environment, if there is none. Takes DeepSpeed's arguments."""
+    """Starts the process group, if there is none. torchrun's environment and the device decide, not the arguments."""
     if not dist.is_initialized():
         start_process_group(device_of_rank(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
 
