@@ -60,19 +60,22 @@ LIBRARY_PAIRS = [
 """Both scripts run on several ranks: a library makes the model data-parallel, by DDP or by sharding."""
 
 
+DEEPSPEED = Example(EXAMPLES / "deepspeed/train.py", EXAMPLES / "deepspeed/train_zeroshard.py", "saved/weights.pt")
+
+
 def named(*examples: Example) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "example", examples, ids=lambda example: f"{example.original.parent.name}-{example.original.stem}"
     )
 
 
-def run(command: str, example: Example, folder: Path) -> list[float]:
+def run(command: str, example: Example, folder: Path, small: list[str] = SMALL) -> list[float]:
     """Runs a command of the examples' README, small, and returns the losses it printed."""
     program, *arguments = shlex.split(command)
     start = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}[program]
     out = folder / Path(example.saved).parts[0]
     done = subprocess.run(
-        [sys.executable, *start, *arguments, *SMALL, "--out", str(out)],
+        [sys.executable, *start, *arguments, *small, "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -150,14 +153,29 @@ def test_a_librarys_script_gives_the_losses_of_ddp(example: Example, tmp_path: P
         torch.testing.assert_close(value, plain[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-@named(*EXAMPLE_PAIRS, *LIBRARY_PAIRS)
+@pytest.mark.slow
+def test_a_script_for_deepspeed_gives_the_same_losses_and_weights(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    small = ["--steps", str(STEPS), "--report-every", "1", "--hidden", "64", "--layers", "2"]
+    losses, weights = [], []
+    for command in (line for line in COMMANDS if "examples/deepspeed/" in line):
+        folder = tmp_path / Path(command).stem
+        losses.append(run(command, DEEPSPEED, folder, small))
+        weights.append(DEEPSPEED.weights(folder))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@named(*EXAMPLE_PAIRS, *LIBRARY_PAIRS, DEEPSPEED)
 def test_few_lines_of_code_change(example: Example) -> None:
     changed = changes(code_lines(example.original), code_lines(example.sharded))
     assert sum(line.startswith("+") for line in changed) <= example.changed
     assert sum(line.startswith("-") for line in changed) <= example.changed
 
 
-@named(*EXAMPLE_PAIRS, *LIBRARY_PAIRS)
+@named(*EXAMPLE_PAIRS, *LIBRARY_PAIRS, DEEPSPEED)
 def test_the_readme_shows_every_changed_line(example: Example) -> None:
     name = str(example.original.relative_to(EXAMPLES))
     (shown,) = (text for language, text in FENCED if language == "diff" and name in text)

@@ -126,6 +126,54 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
     return found
 
 
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and whole value of every parameter, for inference engines. One unit at a time is put together.
+
+    Names are those of ``state_dict()``. A tied parameter comes once, under its first name, as in Hugging Face's
+    checkpoints. The values are copies on the model's device, in the parameters' dtype: keep them, or hand them on. A
+    unit and its copies are the most that is held. Between two parameters nothing is gathered, so a loop may end early.
+
+    Collective: iterate on all ranks, equally far.
+
+    >>> model, _ = shard(nn.Linear(4, 2).requires_grad_(False))
+    >>> [(name, tuple(value.shape)) for name, value in whole_parameters(model)]
+    [('weight', (2, 4)), ('bias', (2,))]
+    """
+    runtime = runtime_of(model)
+    runtime.check_awake("whole_parameters()")
+    names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
+
+    def by_name() -> Iterator[tuple[str, Tensor]]:
+        for unit in runtime.whole_units():
+            unit.reverse()
+            while unit:  # what was yielded is not held any longer
+                parameter, whole = unit.pop()
+                yield names[id(parameter)], whole
+
+    return by_name()
+
+
+def offload_states(model: nn.Module) -> None:
+    """All model states of this rank sleep in host memory, so that something else, such as generation, has the device.
+
+    Parameters, masters, the optimizer's states and gathered units leave the device. The model's buffers stay. Until
+    ``restore_states(model)``, whatever needs the states raises: forward, ``step()``, ``save()``, reads of parameters.
+    Training then goes on with the same bits. Call it after ``step()``: gradients that wait for their step are refused.
+
+    Views of parameters that you have stored keep their memory on the device, and show old values from then on.
+    Collective: call it on all ranks.
+    """
+    runtime_of(model).sleep.begin()
+
+
+def restore_states(model: nn.Module) -> None:
+    """Brings the states that ``offload_states(model)`` put to sleep back to the device.
+
+    If the device lacks memory, the error leaves the rest asleep: free memory, and call it again. Call it on all ranks.
+    """
+    runtime_of(model).sleep.end()
+
+
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward passes inside this block reduce nothing. The next backward outside the block reduces the sum.

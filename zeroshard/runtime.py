@@ -30,10 +30,11 @@ from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reads import Reads
 from .schedule.reducer import Reducer
+from .schedule.sleep import Sleep
 from .schedule.structure import Structure
 from .shown.placeholder import Placeholders
 from .states.buffers import Buffers, make_ordinary
-from .states.flat import Flat
+from .states.flat import SLEEPING, Flat
 from .states.turns import Turns
 from .states.unit import Unit, check_no_block_open
 from .system import compat
@@ -107,6 +108,7 @@ class Runtime(NotCopyable):
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._watch_checkpoints()
         self._reads = Reads(self.units, self.schedule.lifetimes, fabric, refuse=config.reads == "raise")
+        self.sleep = Sleep(self.units, self.schedule, fabric, self.optimizer)
         self.guards = Guards(model, self.units, fabric.device, self.finish_updates)
         title = f"rank {fabric.rank}, in stage {self.stage}"
         self.shortage = Answer(model, self.units, self.ledger, title=title, device=fabric.device)
@@ -186,19 +188,21 @@ class Runtime(NotCopyable):
 
         Units that were present before, because backward needs them for example, stay present.
         """
+        self.check_awake("gathered()")
         during, flats = self.fabric.watchdog.during, [flat for unit in units for flat in unit.flats]
         if write:
             self.finish_updates()  # otherwise a delayed update would overwrite the user's values
         if lend and not write:
             for flat in flats:
                 flat.writes.accept()  # otherwise the end of the block would find them
-        absent = [unit for unit in units if not unit.present]
+        absent, opened = [unit for unit in units if not unit.present], list[Unit]()
         watched = [flat for flat in flats if flat.watched]
         try:
             with during("gathered()"):
                 for unit in units:
                     unit.gather()
                     unit.open_blocks += 1
+                    opened.append(unit)
                 for unit in units:
                     unit.wait()
                 for flat in flats:
@@ -218,7 +222,7 @@ class Runtime(NotCopyable):
                                 flat.rewrite()
             for flat in flats:
                 flat.home.after_write()
-            for unit in units:
+            for unit in opened:
                 unit.open_blocks -= 1
             for unit in absent:
                 unit.release()
@@ -250,20 +254,35 @@ class Runtime(NotCopyable):
                 for parameter in (parameter for flat in unit.flats for parameter in flat.parameters):
                     yield parameter, parallel.whole(parameter, parallel.local(parameter)).detach()
 
+    def whole_units(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+        """Copies of the whole parameters of one unit after the other. Between two units nothing is gathered.
+
+        Collective for each unit.
+        """
+        for unit in self.units:
+            with self.fabric.watchdog.during("whole_parameters()"), torch.no_grad():
+                with self.gathered([unit]):
+                    found = [(parameter, _copied(parameter)) for flat in unit.flats for parameter in flat.parameters]
+                self.fabric.watchdog.check()  # a gather that was aborted meanwhile has not brought its values
+            yield found
+
     # -- statistics -----------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         optimizer = self.optimizer
         norm = optimizer.grad_norm if optimizer is not None else None
         kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
+        memory, host_memory = self.ledger.now(), self._host_memory()
+        if self.sleep.asleep:
+            memory, host_memory = memory.asleep(host_memory)
         return Stats(
             **vars(self._traffic),
             stage=self.stage,
             parameters=sum(flat.layout.parameters for flat in self.flats),
             padded_parameters=sum(flat.layout.numel for flat in self.flats),
             kept_parameters=sum(unit.numel for unit in kept),
-            memory=self.ledger.now(),
-            host_memory=self._host_memory(),
+            memory=memory,
+            host_memory=host_memory,
             memory_at_step=self.ledger.at_step(),
             grad_norm=None if norm is None or compat.is_fake(norm) else float(norm),
             steps=0 if optimizer is None else optimizer.steps,
@@ -303,8 +322,14 @@ class Runtime(NotCopyable):
     def order(self) -> list[Flat]:
         return self.reducer.order
 
-    def check_no_block_open(self, doing: str) -> None:
+    def check_ready(self, doing: str) -> None:
         check_no_block_open(self.units, doing)
+        self.check_awake(doing)
+
+    def check_awake(self, doing: str) -> None:
+        """Raises while states wait in host memory."""
+        if self.sleep.asleep:
+            raise RuntimeError(f"{doing} while {SLEEPING}")
 
     def check_structure(self) -> None:
         self._structure.check()
@@ -346,6 +371,13 @@ class Runtime(NotCopyable):
             host_traffic={} if self.host is None else self.host.pipeline.take_traffic(),
             checkpoint_traffic={} if self.checkpoints is None else self.checkpoints.store.take_traffic(),
         )
+
+
+def _copied(parameter: nn.Parameter) -> Tensor:
+    """A copy of a parameter that is present; with tensor parallelism of the whole parameter."""
+    local = parallel.local(parameter).detach()
+    whole = parallel.whole(parameter, local)
+    return whole.clone() if whole is local else whole
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -78,6 +78,8 @@ class LossScale(Options):
     """The scale is multiplied or divided by this factor."""
     minimum: Annotated[float, positive] = 1.0
     """The scale is never lowered below this."""
+    hysteresis: Annotated[int, whole(least=1)] = 1
+    """Overflows since the scale last rose, from which on each overflow lowers it. Earlier ones only skip their step."""
 
 
 @dataclass(frozen=True, kw_only=True)

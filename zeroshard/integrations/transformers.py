@@ -173,7 +173,7 @@ def _mistakes(args: Any, config: Config) -> Iterator[str]:
         yield (
             f"one process sees {args.n_gpu} GPUs; start one process a GPU, `torchrun --nproc-per-node {args.n_gpu} ...`"
         )
-    if args.gradient_checkpointing and config.activations is not None and config.activations.checkpoint:
+    if args.gradient_checkpointing and config.activations is not None and config.activations.recompute:
         yield "gradient_checkpointing=True and zeroshard's activations= both recompute the blocks; leave one out"
     if config.clip_grad_norm is not None:
         yield f"clip_grad_norm is max_grad_norm={args.max_grad_norm} of TrainingArguments; leave it out of zeroshard="

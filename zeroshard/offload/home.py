@@ -370,6 +370,15 @@ class HostHome(Home, FlatStates):
     def takes(self, name: str) -> bool:
         return name in self.buffers.moment_names
 
+    # -- asleep ---------------------------------------------------------------------------------------------------
+
+    def resting_on_device(self) -> list[Tensor]:
+        return [] if self.transfer.target is None else [self.transfer.target]
+
+    def woke(self) -> None:
+        if self.transfer.target is not None:
+            self.transfer.publish_to(self.transfer.target)
+
     # -- for the ledger -------------------------------------------------------------------------------------------
 
     def on_device(self) -> StateTensors:

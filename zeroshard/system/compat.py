@@ -205,6 +205,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def bases(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that these tensors are views of. A view keeps the object of its base, and with it the memory."""
+    return [tensor._base for tensor in tensors if tensor._base is not None]
+
+
 def set_data(tensors: Sequence[Tensor], memories: Sequence[Tensor]) -> None:
     """``point`` for tensors that are no DTensors, whatever their classes do. One call for every gather and release."""
     with plain():
