@@ -1,0 +1,151 @@
+"""Keeps hooks and recomputation outside of what ``torch.compile`` compiles: a graph is a block's own forward.
+
+Users compile blocks, parts of the model or all of it, in place (``module.compile()``) or by a wrapper
+(``torch.compile(module)``), before ``shard()`` or after. No graph can contain what happens around a unit: a gather waits
+for other ranks, a release takes memory away. So a unit is called as usual, with its hooks, and what they call is its
+forward, compiled with the user's options. There the parameters are ordinary ones. A recomputed block runs the same graph
+again in backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from ..recompute.checkpoint import RecomputedForward
+from ..states.unit import Unit
+from ..system import compat
+from ..system.compat import Compiler
+
+
+class Compiled:
+    """The compiled forwards of one model's units and recomputed blocks, both called borders here."""
+
+    def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
+        self._model = model
+        self._units = {unit.module for unit in units if unit.module is not model}
+        self._in_place: dict[nn.Module, Compiler] = {}
+        """The compilers of borders on which the user has called ``compile()``."""
+        self._compilers: dict[nn.Module, Compiler | None] = {}
+        """The compiler that each border's forward is compiled with now."""
+        self._ordinary: dict[nn.Module, Callable[..., Any]] = {}
+        """The forward of each of these before it was compiled."""
+        self._closed: dict[nn.Module, Callable[..., Any]] = {}
+        """What calls of borders go to inside compiled code: ``torch.compile`` does not look into it."""
+        self._watched: list[nn.Module] = []
+        self._calls: list[Callable[..., Any] | None] = []
+        self._around: Compiler | None = None
+        self._callers: dict[CodeType, str] = {}
+        """The code of compiled forwards around borders, with their names, until the first of them has run."""
+        self._told: set[str] = set()
+
+    def look(self, *, changed: bool) -> None:
+        """Finds what the user has compiled. Called before each forward, so it costs little if that is as before.
+
+        ``changed``: modules were put into the model since the last look.
+        """
+        around = compat.surrounding_compiler()
+        if (
+            changed
+            or around is not self._around
+            or not self._watched
+            or compat.compiled_calls(self._watched) != self._calls
+        ):
+            self._around = around
+            found: dict[nn.Module, bool] = {}
+            self._arrange(self._model, around, found)
+            self._watched = [module for module, has_border in found.items() if has_border]
+            self._calls = compat.compiled_calls(self._watched)
+
+    def _arrange(
+        self, module: nn.Module, around: Compiler | None, found: dict[nn.Module, bool], own: Compiler | None = None
+    ) -> bool:
+        """Compiles the borders in a module. Returns whether there are any.
+
+        ``around`` compiles the code that calls the module. ``own`` is of a wrapper that must not have hooks in it.
+        ``found`` has the results for modules that were seen before.
+        """
+        if module in found:
+            return found[module]
+        found[module] = border = self._is_border(module)
+        inner = compat.uncompiled(module)
+        own = own or self._own_compiler(module)
+        if border:
+            compat.set_call(module, None if around is None else self._close(module))
+            if inner is module:
+                self._compile(module, own or around)
+        elif inner is not module and own is not None and self._is_border(inner):
+            module.forward = inner.__call__
+            found[module] = self._arrange(inner, around, found, own)
+            return found[module]
+        within = own if inner is not module else own or around
+        if within is not None:
+            self._callers[inspect.unwrap(type(module).forward).__code__] = f"{type(module).__name__}.forward"
+        for child in module.children():
+            found[module] |= self._arrange(child, within, found)
+        return found[module]
+
+    def _is_border(self, module: nn.Module) -> bool:
+        return module in self._units or isinstance(vars(module).get("forward"), RecomputedForward)
+
+    def _own_compiler(self, module: nn.Module) -> Compiler | None:
+        """What the user has compiled this very module with."""
+        if compat.uncompiled(module) is not module:
+            return compat.compiler_of(module)
+        (call,) = compat.compiled_calls([module])
+        if call is None or call is self._closed.get(module):
+            return self._in_place.get(module)
+        compiler = compat.compiler_of(call)
+        if compiler is not None and self._is_border(module):
+            self._in_place[module] = compiler
+        return compiler
+
+    def _close(self, module: nn.Module) -> Callable[..., Any]:
+        if module not in self._closed:
+            ordinary = compat.ordinary_call(module)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self._callers:
+                    self._name_uncompiled_callers()
+                return ordinary(*args, **kwargs)
+
+            self._closed[module] = compat.untraced(call)
+        return self._closed[module]
+
+    def _name_uncompiled_callers(self) -> None:
+        """Warns of forwards around a border that run although their graph could not be cut into several.
+
+        Then the code that runs is the one that the class has. Compiled code is another.
+        """
+        frame = sys._getframe()
+        while (frame := frame.f_back) is not None:
+            caller = self._callers.pop(frame.f_code, None)
+            if caller is not None and caller not in self._told:
+                self._told.add(caller)
+                warnings.warn(
+                    f"{caller} calls blocks in a loop, and torch.compile does not cut a graph in two inside a loop: "
+                    "the blocks are compiled, the rest of this forward is not; compile parts of the rest, such as the "
+                    "head or the loss, by themselves",
+                    stacklevel=2,
+                )
+        self._callers.clear()
+
+    def _compile(self, module: nn.Module, compiler: Compiler | None) -> None:
+        """Compiles the forward of a border. None: makes it ordinary again."""
+        if compiler is self._compilers.get(module):
+            return
+        forward = vars(module).get("forward")
+        if isinstance(forward, RecomputedForward):
+            forward.compile(compiler)
+        elif compiler is None:
+            module.forward = self._ordinary.pop(module)
+        else:
+            ordinary = self._ordinary.setdefault(module, module.forward)
+            module.forward = compat.compiled(compiler, ordinary)
+        self._compilers[module] = compiler
