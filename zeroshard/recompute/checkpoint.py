@@ -98,7 +98,7 @@ class RecomputedForward(Hook):
         forward: Callable[..., Any],
         warn: Callable[[], None],
     ) -> None:
-        super().__init__(run)
+        super().__init__(compat.untraced(run))
         self._ordinary = self._compiled = forward
         self._warn = compat.untraced(warn)
 

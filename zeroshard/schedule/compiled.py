@@ -41,7 +41,7 @@ class Compiled:
         self._watched: list[nn.Module] = []
         self._calls: list[Callable[..., Any] | None] = []
         self._around: Compiler | None = None
-        self._callers: dict[CodeType, str] = {}
+        self._callers: list[tuple[CodeType, str]] = []
         """The code of compiled forwards around borders, with their names, until the first of them has run."""
         self._told: set[str] = set()
 
@@ -86,7 +86,7 @@ class Compiled:
             return found[module]
         within = own if inner is not module else own or around
         if within is not None:
-            self._callers[inspect.unwrap(type(module).forward).__code__] = f"{type(module).__name__}.forward"
+            self._callers.append((inspect.unwrap(type(module).forward).__code__, f"{type(module).__name__}.forward"))
         for child in module.children():
             found[module] |= self._arrange(child, within, found)
         return found[module]
@@ -119,22 +119,19 @@ class Compiled:
         return self._closed[module]
 
     def _name_uncompiled_callers(self) -> None:
-        """Warns of forwards around a border that run although their graph could not be cut into several.
-
-        Then the code that runs is the one that the class has. Compiled code is another.
-        """
+        """Warns of compiled forwards around a border that run uncompiled."""
+        callers, self._callers = self._callers, []
         frame = sys._getframe()
-        while (frame := frame.f_back) is not None:
-            caller = self._callers.pop(frame.f_code, None)
-            if caller is not None and caller not in self._told:
-                self._told.add(caller)
-                warnings.warn(
-                    f"{caller} calls blocks in a loop, and torch.compile does not cut a graph in two inside a loop: "
-                    "the blocks are compiled, the rest of this forward is not; compile parts of the rest, such as the "
-                    "head or the loss, by themselves",
-                    stacklevel=2,
-                )
-        self._callers.clear()
+        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+            for code, title in callers:
+                if title not in self._told and compat.is_uncompiled_part(frame.f_code, code):
+                    self._told.add(title)
+                    warnings.warn(
+                        f"{title} calls blocks in a loop, and torch.compile does not cut a graph in two inside a loop: "
+                        "the blocks are compiled, the rest of this forward is not; compile parts of the rest, such as "
+                        "the head or the loss, by themselves",
+                        stacklevel=2,
+                    )
 
     def _compile(self, module: nn.Module, compiler: Compiler | None) -> None:
         """Compiles the forward of a border. None: makes it ordinary again."""

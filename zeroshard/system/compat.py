@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -245,6 +246,16 @@ def _nothing() -> None:
     pass
 
 
+def is_uncompiled_part(running: CodeType, function: CodeType) -> bool:
+    """Whether code that runs is a function, or its part after a graph that was cut, and not what was compiled of it."""
+    return (
+        running.co_filename == function.co_filename
+        and (running.co_name == function.co_name or running.co_name.startswith(f"torch_dynamo_resume_in_{function.co_name}_"))
+        and function.co_firstlineno <= running.co_firstlineno <= max(line or 0 for *_, line in function.co_lines())
+        and not any(name.startswith(("__compiled_fn", "__resume_at")) for name in running.co_names)
+    )
+
+
 def outline(modules: list[nn.Module]) -> list[tuple[type, int]]:
     """The class of each module and its number of children. Cheap enough for every forward."""
     return [(module.__class__, len(module._modules)) for module in modules]
@@ -309,6 +320,8 @@ plain: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
 COMPATIBLE = "_has_compatible_shallow_copy_type"
 """The function by which ``.to()`` asks whether a tensor can take the memory of another."""
+IS_VIEW = "_is_view"
+"""One of the functions by which ``torch.compile`` describes the gradients of a graph's parameters."""
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """The name of the function by which ``torch.amp.GradScaler`` unscales gradients."""
 
