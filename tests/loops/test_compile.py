@@ -19,6 +19,7 @@ from tests.models import WIDTH, Around, Net, batch, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw, weights
 from zeroshard import Activations
+from zeroshard.runtime import runtime_of
 
 Compile = Callable[..., nn.Module]
 """Compiles a model, with the options of ``torch.compile``, and returns what the training loop calls."""
@@ -229,9 +230,7 @@ def test_compiled_blocks_that_the_model_itself_recomputes_train_as_plain_ones() 
 @matrix(activations=(None, Activations()), compile_=WAYS)
 @pytest.mark.filterwarnings(LOOP)
 @on_ranks(2)
-def test_a_block_of_several_units_is_compiled_unit_by_unit(
-    activations: Activations | None, compile_: Compile
-) -> None:
+def test_a_block_of_several_units_is_compiled_unit_by_unit(activations: Activations | None, compile_: Compile) -> None:
     losses, state = trained_plainly()
     graphs, of_a_linear_layer = Graphs(), 13 * 39 * 4 + 200
     ours = {"stage": 3, "max_unit_bytes": of_a_linear_layer, "activations": activations}
@@ -359,3 +358,52 @@ def test_a_graph_may_be_compiled_while_gradients_wait_for_the_step(stages: Stage
             net(depth=3), compile_, before=False, options={"backend": "aot_eager"}, stage=stage
         )
         assert accumulated(model, called, optimizer, zeroshard.no_sync) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Own.forward calls blocks in a loop")
+@pytest.mark.parametrize("compile_", WAYS)
+@on_ranks(2)
+def test_blocks_are_compiled_where_the_model_calls_our_checkpoint(compile_: Compile) -> None:
+    class Own(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = zeroshard.checkpoint(block, x)
+            return self.last(x)
+
+    def build() -> Own:
+        torch.manual_seed(1)
+        return Own(depth=3)
+
+    model, optimizer = build(), None
+    model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=3)
+    losses = run(model, optimizer, loss_of, STEPS)
+    graphs = Graphs()
+    options = Activations(checkpoint=False, offload=True)
+    _, called, optimizer = sharded(
+        build(), compile_, before=False, options={"backend": graphs}, stage=3, activations=options
+    )
+    assert run(called, optimizer, loss_of, STEPS) == losses
+    assert graphs.operations.count(BLOCK) == 1
+
+
+@matrix(stage=(2, 3), activations=(None, Activations()))
+@on_ranks(2)
+def test_gradients_of_compiled_blocks_are_reduced_while_backward_runs(
+    stage: int, activations: Activations | None
+) -> None:
+    options = {"backend": "aot_eager", "fullgraph": True}
+    model, called, optimizer = sharded(
+        net(depth=6), blocks_in_place, before=True, options=options, stage=stage, activations=activations
+    )
+    run(called, optimizer, loss_of, 1)
+    reduces = runtime_of(model).fabric.reduces.log
+    reduced: list[int] = []
+
+    def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        before = len(reduces)
+        output.register_hook(lambda gradient: reduced.append(len(reduces) - before))
+
+    model.first.register_forward_hook(look)
+    loss_of(called, 1).backward()
+    assert reduced[0] >= 5, "when backward has come through the blocks, all but the first are reduced"

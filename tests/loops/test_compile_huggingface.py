@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard
 from tests.comparison import assert_equal_states
 from tests.huggingface import llama, tokens
-from tests.matrix import Stages, in_stages, matrix
+from tests.matrix import slow
 from tests.ranks import on_ranks
-from tests.training import adamw
+from tests.training import STAGES, adamw
 from zeroshard import Activations
 
 SIZES = ((3, 9), (3, 9), (2, 7), (3, 9), (2, 7))
@@ -53,24 +54,31 @@ def train(model: Any, optimizer: Any, backend: Counted, *, autocast: bool) -> tu
     return losses, graphs
 
 
-@in_stages
-@matrix(activations=(None, Activations(), Activations(offload=True)), autocast=(False, True), before=(True, False))
+RECOMPUTED = {"kept": None, "recomputed": Activations(), "on the host": Activations(offload=True)}
+CASES = list(product(STAGES, RECOMPUTED, (False, True), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "activations", "autocast", "before"),
+    [case if case == (3, "recomputed", True, False) else slow(*case) for case in CASES],
+)
 @on_ranks(2)
 def test_layers_are_compiled_as_plain_torch_compiles_them(
-    stages: Stages, activations: Activations | None, autocast: bool, before: bool
+    stage: int, activations: str, autocast: bool, before: bool
 ) -> None:
     torch.manual_seed(1)
     plain, backend = llama(), Counted()
     compile_layers(plain, backend)
     losses, graphs = train(DistributedDataParallel(plain), adamw(plain.parameters()), backend, autocast=autocast)
     assert graphs == [1, 1, 2, 2, 2]
-    for stage in stages:
-        torch.manual_seed(1)
-        model, backend = llama(), Counted()
-        if before:
-            compile_layers(model, backend)
-        model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage, activations=activations)
-        if not before:
-            compile_layers(model, backend)
-        assert train(model, optimizer, backend, autocast=autocast) == (losses, graphs), stage
-        assert_equal_states(zeroshard.full_state_dict(model), dict(plain.state_dict()), f"stage {stage}")
+    torch.manual_seed(1)
+    model, backend = llama(), Counted()
+    if before:
+        compile_layers(model, backend)
+    model, optimizer = zeroshard.shard(
+        model, adamw(model.parameters()), stage=stage, activations=RECOMPUTED[activations]
+    )
+    if not before:
+        compile_layers(model, backend)
+    assert train(model, optimizer, backend, autocast=autocast) == (losses, graphs)
+    assert_equal_states(zeroshard.full_state_dict(model), dict(plain.state_dict()), f"stage {stage}")

@@ -233,6 +233,11 @@ def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     True
     """
     if _active:
-        return _active[-1].run(function, args, kwargs)
+        return _run(function, args, kwargs)
     result: Result = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     return result
+
+
+@compat.untraced
+def _run(function: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    return _active[-1].run(function, args, kwargs)

@@ -1,10 +1,10 @@
 """Keeps hooks and recomputation outside of what ``torch.compile`` compiles: a graph is a block's own forward.
 
 Users compile blocks, parts of the model or all of it, in place (``module.compile()``) or by a wrapper
-(``torch.compile(module)``), before ``shard()`` or after. No graph can contain what happens around a unit: a gather waits
-for other ranks, a release takes memory away. So a unit is called as usual, with its hooks, and what they call is its
-forward, compiled with the user's options. There the parameters are ordinary ones. A recomputed block runs the same graph
-again in backward.
+(``torch.compile(module)``), before ``shard()`` or after. No graph can contain what happens around a unit: a gather
+waits for other ranks, a release takes memory away. So a unit is called as usual, with its hooks, and what they call is
+its forward, compiled with the user's options. There the parameters are ordinary ones. A recomputed block runs the same
+graph again in backward.
 """
 
 from __future__ import annotations

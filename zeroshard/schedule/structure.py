@@ -71,7 +71,7 @@ class Structure:
         self._outline = compat.outline(self._outlined)
 
     def check(self) -> bool:
-        """Raises if a parameter was added or replaced. Returns whether anything was registered. Else it costs little."""
+        """Raises if a parameter was added or replaced. Returns whether anything was registered, else at little cost."""
         if not self.changed and compat.outline(self._outlined) == self._outline:
             return False
         self.changed = True

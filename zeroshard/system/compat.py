@@ -250,7 +250,10 @@ def is_uncompiled_part(running: CodeType, function: CodeType) -> bool:
     """Whether code that runs is a function, or its part after a graph that was cut, and not what was compiled of it."""
     return (
         running.co_filename == function.co_filename
-        and (running.co_name == function.co_name or running.co_name.startswith(f"torch_dynamo_resume_in_{function.co_name}_"))
+        and (
+            running.co_name == function.co_name
+            or running.co_name.startswith(f"torch_dynamo_resume_in_{function.co_name}_")
+        )
         and function.co_firstlineno <= running.co_firstlineno <= max(line or 0 for *_, line in function.co_lines())
         and not any(name.startswith(("__compiled_fn", "__resume_at")) for name in running.co_names)
     )
@@ -282,25 +285,28 @@ def point(tensor: Tensor, memory: Tensor) -> None:
     """Gives a tensor other memory. The object stays.
 
     For a plain tensor this is ``.data =``. For a DTensor it replaces the local part, which ``.data =`` does not change.
-    The DTensor itself has a dtype and a device. If these change, its content is exchanged too.
+    The DTensor itself has a dtype and a device. If these change, its content is exchanged too. It also has a place in
+    memory, and ``torch.compile`` raises if that is not its local part's. Placeholders, which no graph sees, are at 0.
     """
     if not isinstance(tensor, DTensor):
         tensor.data = memory
     elif tensor.dtype is memory.dtype and tensor.device == memory.device:
+        if memory.storage_offset() not in (0, tensor.storage_offset()):
+            tensor.data = _distributed(memory, tensor)
         tensor._local_tensor = memory
     else:
-        real: Tensor = DTensor.from_local(
-            memory,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        real: Tensor = _distributed(memory, tensor)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, requires_grad=tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, real)
+
+
+def _distributed(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor with this local part, and the shape and placements of another."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def mesh_ranks(mesh: DeviceMesh) -> Any:
@@ -473,9 +479,9 @@ def one_rank_of(world: int, rank: int) -> Iterator[None]:
 def untraced(function: Function) -> Function:
     """Makes ``torch.compile`` break the graph at a hook instead of tracing it."""
     reason = (
-        "zeroshard.shard() gathers, releases and reduces parameters here, which no graph can contain; fullgraph=True is "
-        "for modules that are one unit each, as in `for block in model.blocks: block.compile(fullgraph=True)`; where a "
-        "block is several units, a larger max_unit_bytes makes it one"
+        "zeroshard.shard() gathers, releases and reduces parameters here, which no graph can contain; fullgraph=True "
+        "is for modules that are one unit each, as in `for block in model.blocks: block.compile(fullgraph=True)`; "
+        "where a block is several units, a larger max_unit_bytes makes it one"
     )
     return cast(Function, torch.compiler.disable(function, reason=reason))
 
