@@ -10,7 +10,6 @@ graph again in backward.
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from types import CodeType
@@ -21,6 +20,7 @@ from torch import nn
 from ..recompute.checkpoint import RecomputedForward
 from ..states.unit import Unit
 from ..system import compat
+from ..system.callers import user_level
 from ..system.compat import Compiler
 
 
@@ -39,7 +39,9 @@ class Compiled:
         self._closed: dict[nn.Module, Callable[..., Any]] = {}
         """What calls of borders go to inside compiled code: ``torch.compile`` does not look into it."""
         self._watched: list[nn.Module] = []
-        self._calls: list[Callable[..., Any] | None] = []
+        """The borders and the modules around them."""
+        self._calls: list[Callable[..., Any] | None] | None = None
+        """What calls of these modules go to. None until the first look."""
         self._around: Compiler | None = None
         self._callers: list[tuple[CodeType, str]] = []
         """The code of compiled forwards around borders, with their names, until the first of them has run."""
@@ -51,13 +53,8 @@ class Compiled:
         ``changed``: modules were put into the model since the last look.
         """
         around = compat.surrounding_compiler()
-        if (
-            changed
-            or around is not self._around
-            or not self._watched
-            or compat.compiled_calls(self._watched) != self._calls
-        ):
-            self._around = around
+        if changed or around is not self._around or compat.compiled_calls(self._watched) != self._calls:
+            self._around, self._callers = around, []
             found: dict[nn.Module, bool] = {}
             self._arrange(self._model, around, found)
             self._watched = [module for module, has_border in found.items() if has_border]
@@ -121,17 +118,16 @@ class Compiled:
     def _name_uncompiled_callers(self) -> None:
         """Warns of compiled forwards around a border that run uncompiled."""
         callers, self._callers = self._callers, []
-        frame = sys._getframe()
-        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-            for code, title in callers:
-                if title not in self._told and compat.is_uncompiled_part(frame.f_code, code):
-                    self._told.add(title)
-                    warnings.warn(
-                        f"{title} calls blocks in a loop, and torch.compile does not cut a graph in two inside a loop: "
-                        "the blocks are compiled, the rest of this forward is not; compile parts of the rest, such as "
-                        "the head or the loss, by themselves",
-                        stacklevel=2,
-                    )
+        running = list(compat.running_codes())
+        for code, title in callers:
+            if title not in self._told and any(compat.is_uncompiled_part(part, code) for part in running):
+                self._told.add(title)
+                warnings.warn(
+                    f"{title} calls blocks in a loop, and torch.compile does not cut a graph in two inside a loop: the "
+                    "blocks are compiled, the rest of this forward is not; compile parts of the rest, such as the head "
+                    "or the loss, by themselves",
+                    stacklevel=user_level(),
+                )
 
     def _compile(self, module: nn.Module, compiler: Compiler | None) -> None:
         """Compiles the forward of a border. None: makes it ordinary again."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -244,6 +244,14 @@ def surrounding_compiler() -> Compiler | None:
 
 def _nothing() -> None:
     pass
+
+
+def running_codes() -> Iterator[CodeType]:
+    """The code of all functions that run now on this thread, innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def is_uncompiled_part(running: CodeType, function: CodeType) -> bool:
