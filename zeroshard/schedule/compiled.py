@@ -25,26 +25,26 @@ from ..system.compat import Compiler
 
 
 class Compiled:
-    """The compiled forwards of one model's units and recomputed blocks, both called borders here."""
+    """The compiled forwards of one model's units and recomputed blocks, both called seams here."""
 
     def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
         self._model = model
         self._units = {unit.module for unit in units if unit.module is not model}
         self._in_place: dict[nn.Module, Compiler] = {}
-        """The compilers of borders on which the user has called ``compile()``."""
+        """The compilers of seams on which the user has called ``compile()``."""
         self._compilers: dict[nn.Module, Compiler | None] = {}
-        """The compiler that each border's forward is compiled with now."""
+        """The compiler that each seam's forward is compiled with now."""
         self._ordinary: dict[nn.Module, Callable[..., Any]] = {}
         """The forward of each of these before it was compiled."""
         self._closed: dict[nn.Module, Callable[..., Any]] = {}
-        """What calls of borders go to inside compiled code: ``torch.compile`` does not look into it."""
+        """What calls of seams go to inside compiled code: ``torch.compile`` does not look into it."""
         self._watched: list[nn.Module] = []
-        """The borders and the modules around them."""
+        """The seams and the modules around them."""
         self._calls: list[Callable[..., Any] | None] | None = None
         """What calls of these modules go to. None until the first look."""
         self._around: Compiler | None = None
         self._callers: list[tuple[CodeType, str]] = []
-        """The code of compiled forwards around borders, with their names, until the first of them has run."""
+        """The code of compiled forwards around seams, with their names, until the first of them has run."""
         self._told: set[str] = set()
 
     def look(self, *, changed: bool) -> None:
@@ -57,27 +57,27 @@ class Compiled:
             self._around, self._callers = around, []
             found: dict[nn.Module, bool] = {}
             self._arrange(self._model, around, found)
-            self._watched = [module for module, has_border in found.items() if has_border]
+            self._watched = [module for module, has_seam in found.items() if has_seam]
             self._calls = compat.compiled_calls(self._watched)
 
     def _arrange(
         self, module: nn.Module, around: Compiler | None, found: dict[nn.Module, bool], own: Compiler | None = None
     ) -> bool:
-        """Compiles the borders in a module. Returns whether there are any.
+        """Compiles the seams in a module. Returns whether there are any.
 
         ``around`` compiles the code that calls the module. ``own`` is of a wrapper that must not have hooks in it.
         ``found`` has the results for modules that were seen before.
         """
         if module in found:
             return found[module]
-        found[module] = border = self._is_border(module)
+        found[module] = seam = self._is_seam(module)
         inner = compat.uncompiled(module)
         own = own or self._own_compiler(module)
-        if border:
+        if seam:
             compat.set_call(module, None if around is None else self._close(module))
             if inner is module:
                 self._compile(module, own or around)
-        elif inner is not module and own is not None and self._is_border(inner):
+        elif inner is not module and own is not None and self._is_seam(inner):
             module.forward = inner.__call__
             found[module] = self._arrange(inner, around, found, own)
             return found[module]
@@ -88,7 +88,7 @@ class Compiled:
             found[module] |= self._arrange(child, within, found)
         return found[module]
 
-    def _is_border(self, module: nn.Module) -> bool:
+    def _is_seam(self, module: nn.Module) -> bool:
         return module in self._units or isinstance(vars(module).get("forward"), RecomputedForward)
 
     def _own_compiler(self, module: nn.Module) -> Compiler | None:
@@ -99,7 +99,7 @@ class Compiled:
         if call is None or call is self._closed.get(module):
             return self._in_place.get(module)
         compiler = compat.compiler_of(call)
-        if compiler is not None and self._is_border(module):
+        if compiler is not None and self._is_seam(module):
             self._in_place[module] = compiler
         return compiler
 
@@ -116,7 +116,7 @@ class Compiled:
         return self._closed[module]
 
     def _name_uncompiled_callers(self) -> None:
-        """Warns of compiled forwards around a border that run uncompiled."""
+        """Warns of compiled forwards around a seam that run uncompiled."""
         callers, self._callers = self._callers, []
         running = list(compat.running_codes())
         for code, title in callers:
@@ -130,7 +130,7 @@ class Compiled:
                 )
 
     def _compile(self, module: nn.Module, compiler: Compiler | None) -> None:
-        """Compiles the forward of a border. None: makes it ordinary again."""
+        """Compiles the forward of a seam. None: makes it ordinary again."""
         if compiler is self._compilers.get(module):
             return
         forward = vars(module).get("forward")
