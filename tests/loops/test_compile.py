@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.comparison import assert_equal_states, run
-from tests.matrix import Stages, in_stages, matrix
+from tests.matrix import Stages, in_stages, matrix, slow
 from tests.models import WIDTH, Around, Net, batch, loss_of, net
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw, weights
@@ -187,21 +187,21 @@ def test_dropout_in_a_compiled_block_is_the_same_when_the_block_is_recomputed(st
 
 
 @pytest.mark.filterwarnings(LOOP)
-@matrix(compile_=WAYS, before=(True, False), stage=STAGES)
+@in_stages
+@matrix(compile_=WAYS, before=(True, False))
 @on_ranks(2)
-def test_evaluation_between_steps_sees_new_weights(compile_: Compile, before: bool, stage: int) -> None:
-    plain = net(depth=3)
-    options = {"backend": "aot_eager"}
-    model, called, optimizer = sharded(
-        net(depth=3), compile_, before=before, options=options, stage=stage, activations=Activations()
-    )
-    for step in range(3):
-        plain.load_state_dict(plain_names(weights(model)))
-        with torch.no_grad():
-            torch.testing.assert_close(loss_of(called, 50), loss_of(plain, 50), msg=f"step {step}")
-        loss_of(called, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def test_evaluation_between_steps_sees_new_weights(stages: Stages, compile_: Compile, before: bool) -> None:
+    for stage in stages:
+        ours = {"stage": stage, "activations": Activations()}
+        plain, options = net(depth=3), {"backend": "aot_eager"}
+        model, called, optimizer = sharded(net(depth=3), compile_, before=before, options=options, **ours)
+        for step in range(3):
+            plain.load_state_dict(plain_names(weights(model)))
+            with torch.no_grad():
+                torch.testing.assert_close(loss_of(called, 50), loss_of(plain, 50), msg=f"stage {stage}, step {step}")
+            loss_of(called, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @on_ranks(2)
@@ -333,7 +333,7 @@ def test_what_is_not_compiled_of_a_compiled_model_is_named_once() -> None:
 
 @pytest.mark.filterwarnings(LOOP)
 @in_stages
-@pytest.mark.parametrize("compile_", WAYS)
+@pytest.mark.parametrize("compile_", [blocks_in_place, *map(slow, (blocks_wrapped, model_in_place, model_wrapped))])
 @on_ranks(2)
 def test_a_graph_may_be_compiled_while_gradients_wait_for_the_step(stages: Stages, compile_: Compile) -> None:
     def accumulated(model: nn.Module, called: nn.Module, optimizer: Any, no_sync: Any) -> list[float]:
