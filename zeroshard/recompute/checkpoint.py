@@ -88,19 +88,29 @@ def _no_call() -> None:
     """Stands for the call before the first one."""
 
 
-class _RecomputedForward(Hook):
-    """The forward of a recomputed block. It warns if ``torch.compile`` compiles a graph around the block."""
+class RecomputedForward(Hook):
+    """The forward of a recomputed block. What is compiled is the forward inside, not what stores and recomputes."""
 
-    __slots__ = ("_warn",)
+    __slots__ = ("_compiled", "_ordinary", "_warn")
 
-    def __init__(self, forward: Callable[..., Any], warn: Callable[[], None]) -> None:
-        super().__init__(forward)
+    def __init__(
+        self,
+        run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+        forward: Callable[..., Any],
+        warn: Callable[[], None],
+    ) -> None:
+        super().__init__(compat.untraced(run))
+        self._ordinary = self._compiled = forward
         self._warn = compat.untraced(warn)
+
+    def compile(self, compiler: compat.Compiler | None) -> None:
+        """Compiles the forward inside. None: makes it ordinary again."""
+        self._compiled = compat.compiled(compiler, self._ordinary)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._warn()
-        return self._function(*args, **kwargs)
+        return self._function(self._compiled, args, kwargs)
 
 
 class ActivationCheckpoints:
@@ -134,7 +144,7 @@ class ActivationCheckpoints:
         return self.blocks if decided is None else decided
 
     def _recomputed(self, number: int, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
+        def recomputed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if number >= self._first or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if compat.in_backward():
@@ -149,16 +159,16 @@ class ActivationCheckpoints:
                 )
             return self.run(forward, args, kwargs, number)
 
-        return _RecomputedForward(recomputed, lambda: self._warn_of_compilation(name))
+        return RecomputedForward(recomputed, forward, lambda: self._warn_of_compilation(name))
 
     def _warn_of_compilation(self, name: str) -> None:
         """Names one block, of many that are compiled alike."""
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{name!r} is compiled around what activations= recomputes, and so runs uncompiled, it and blocks "
-                "like it; compile each block by itself, not the model, and before shard(), as in "
-                "model.blocks[0] = torch.compile(model.blocks[0])",
+                f"{name!r}, which activations= recomputes, was called by a compiled function that does not call the "
+                "model itself, and so runs uncompiled, it and blocks like it; compile each block by itself, as in "
+                "model.blocks[0].compile(), or compile what calls the model",
                 stacklevel=2,
             )
 
@@ -256,6 +266,11 @@ def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     True
     """
     if _active:
-        return _active[-1].run(function, args, kwargs)
+        return _run(function, args, kwargs)
     result: Result = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     return result
+
+
+@compat.untraced
+def _run(function: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    return _active[-1].run(function, args, kwargs)
