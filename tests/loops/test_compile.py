@@ -379,7 +379,7 @@ def test_blocks_are_compiled_where_the_model_calls_our_checkpoint(compile_: Comp
     model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=3)
     losses = run(model, optimizer, loss_of, STEPS)
     graphs = Graphs()
-    options = Activations(checkpoint=False, offload=True)
+    options = Activations(recompute=0, offload=True)
     _, called, optimizer = sharded(
         build(), compile_, before=False, options={"backend": graphs}, stage=3, activations=options
     )
