@@ -1,6 +1,7 @@
 """Time and peak memory of a training step on one GPU, side by side with plain torch and FSDP2, in one process.
 
     PYTHONPATH=. python benchmarks/gpu_step.py [--layers 48] [--hidden 1600] [--batch 8] [--steps 8] [--out FILE]
+    PYTHONPATH=. python benchmarks/gpu_step.py --compile       # the blocks of every variant compiled, each as one graph
 
 Worlds larger than one are fake process groups: this rank's kernels and memory are real, nothing is sent. With
 ``--link`` every collective takes the time that it would over that link (benchmarks/delayed_group.py).
@@ -28,6 +29,8 @@ from zeroshard.config.job import ModelConfig
 from zeroshard.train.gpt import GPT
 
 Step = Callable[[Tensor, Tensor], None]
+Build = Callable[..., Step]
+"""Makes a step from a ``ModelConfig`` and, as ``backend``, what compiles the blocks; nothing does if it is empty."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Result:
     link: str = ""
     communication: float = 0.0
     """Seconds a step that the link is busy."""
+    compiled: str = ""
+    """The backend that compiled the blocks."""
 
 
 @contextmanager
@@ -54,10 +59,18 @@ def world_of(size: int, link: str = "") -> Iterator[None]:
         yield
 
 
-def plain(config: ModelConfig, device: str = "cuda") -> Step:
+def compile_blocks(model: GPT, backend: str) -> None:
+    """Compiles each block in place, as one graph."""
+    if backend:
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+
+
+def plain(config: ModelConfig, device: str = "cuda", backend: str = "") -> Step:
     """Mixed precision by hand, all on the device: bf16 model, fp32 masters, foreach AdamW, clipping."""
     with torch.device(device):
         model = GPT(config).bfloat16()
+    compile_blocks(model, backend)
     parameters = list(model.parameters())
     masters = [p.detach().float() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
@@ -76,12 +89,15 @@ def plain(config: ModelConfig, device: str = "cuda") -> Step:
     return step
 
 
-def fsdp2(config: ModelConfig) -> Step:
-    """FSDP2 with bf16 compute and reduction, a group a block."""
+def fsdp2(config: ModelConfig, device: str = "cuda", backend: str = "") -> Step:
+    """FSDP2 with bf16 compute and reduction, a group a block. Blocks are compiled first, so its hooks are outside."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    with torch.device("cuda"):
+    with torch.device(device):
         model = GPT(config)
+    if backend:
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = torch.compile(block, backend=backend, fullgraph=True)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     fully_sharded(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
@@ -95,16 +111,17 @@ def fsdp2(config: ModelConfig) -> Step:
     return step
 
 
-def sharded(stage: int, cast_on_gather: bool = False, **options: Any) -> Callable[[ModelConfig], Step]:
+def sharded(stage: int, cast_on_gather: bool = False, **options: Any) -> Build:
     """Zeroshard at one stage."""
     precision = zeroshard.Precision(parameters=torch.bfloat16, cast_on_gather=cast_on_gather)
 
-    def build(config: ModelConfig) -> Step:
+    def build(config: ModelConfig, device: str = "cuda", backend: str = "") -> Step:
         with torch.device("meta"):
             model = GPT(config)
+        compile_blocks(model, backend)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
         model, optimizer = zeroshard.shard(
-            model, optimizer, stage=stage, precision=precision, clip_grad_norm=1.0, **options
+            model, optimizer, stage=stage, precision=precision, clip_grad_norm=1.0, device=device, **options
         )
 
         def step(tokens: Tensor, targets: Tensor) -> None:
@@ -117,16 +134,17 @@ def sharded(stage: int, cast_on_gather: bool = False, **options: Any) -> Callabl
     return build
 
 
-def measure(name: str, world: int, build: Callable[[ModelConfig], Step], config: ModelConfig, args: Any) -> Result:
+def measure(name: str, world: int, build: Build, config: ModelConfig, args: Any) -> Result:
     """Median over steps, by events on the device."""
     torch.manual_seed(0)
     tokens = torch.randint(0, config.vocabulary, (args.batch, config.sequence), device="cuda")
     targets = torch.randint(0, config.vocabulary, (args.batch, config.sequence), device="cuda")
     gc.collect()
     torch.cuda.empty_cache()
+    torch.compiler.reset()
     base = torch.cuda.memory_allocated()
     with world_of(world, args.link):
-        step = build(config)
+        step = build(config, backend=args.compile)
         for _ in range(3):
             step(tokens, targets)
         torch.cuda.synchronize()
@@ -150,7 +168,8 @@ def measure(name: str, world: int, build: Callable[[ModelConfig], Step], config:
         del step
     gc.collect()
     sent = DelayedGroup.spent / args.steps
-    return Result(name, world, seconds, (peak - base) / 2**30, (rest - base) / 2**30, args.link, sent)
+    memory = (peak - base) / 2**30, (rest - base) / 2**30
+    return Result(name, world, seconds, *memory, args.link, sent, args.compile)
 
 
 def main() -> None:
@@ -165,6 +184,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--link", default="", choices=[*LINKS], help="delay collectives as over this link")
+    backend = {"nargs": "?", "const": "inductor", "default": ""}
+    parser.add_argument("--compile", **backend, help="compile the blocks of every variant, with this backend")
     parser.add_argument("--only", default="", help="run variants whose name contains this")
     parser.add_argument("--profile", default="", help="profile the variant name@world that contains this")
     parser.add_argument("--out", default="gpu_step.json")
@@ -180,7 +201,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Ψ = {config.parameters / 1e9:.3f}B")
     results = []
     for world in args.worlds:
-        variants: list[tuple[str, Callable[[ModelConfig], Step]]] = [("plain", plain)] if world == 1 else []
+        variants: list[tuple[str, Build]] = [("plain", plain)] if world == 1 else []
         variants += [("fsdp2", fsdp2)] if world > 1 else []
         variants += [(f"zeroshard stage {stage}", sharded(stage)) for stage in ((0, 3) if world == 1 else (0, 1, 2, 3))]
         if world > 1:

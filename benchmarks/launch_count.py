@@ -1,6 +1,7 @@
 """What one unit costs the host that launches a step: calls of Python, operations of torch, calls of CUDA.
 
     PYTHONPATH=. python benchmarks/launch_count.py [--device cuda] [--stages 2 3] [--files 12] [--operations]
+    PYTHONPATH=. python benchmarks/launch_count.py --compile [aot_eager]     # the blocks compiled, each as one graph
 
 A GPT is trained as in benchmarks/gpu_step.py (bf16, foreach AdamW, clipping, activation checkpoints), but so small that
 a step is nearly all launching: by plain torch, and by one rank of eight without the others (a fake group). Every
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 import zeroshard
+from benchmarks.gpu_step import compile_blocks
 from benchmarks.gpu_step import plain as by_hand
 from zeroshard.config.job import ModelConfig
 from zeroshard.system import compat
@@ -112,15 +114,16 @@ class PythonCalls:
             sys.setprofile(None)
 
 
-def build(variant: str, layers: int, device: str, checkpointing: bool) -> Step:
+def build(variant: str, layers: int, device: str, checkpointing: bool, backend: str = "") -> Step:
     """A step of a small GPT: forward, backward, update and zero_grad."""
     config = ModelConfig(layers=layers, hidden=64, heads=2, sequence=16, checkpointing=checkpointing)
     torch.manual_seed(0)
     tokens = torch.randint(0, config.vocabulary, (1, config.sequence), device=device)
     targets = torch.randint(0, config.vocabulary, (1, config.sequence), device=device)
     if variant == "plain":
-        return _plain(config, tokens, targets)
+        return _plain(config, tokens, targets, backend)
     model: Any = GPT(config)
+    compile_blocks(model, backend)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
     precision = zeroshard.Precision(parameters=torch.bfloat16)
     stage = int(variant.removeprefix("stage "))
@@ -136,14 +139,17 @@ def build(variant: str, layers: int, device: str, checkpointing: bool) -> Step:
     return step
 
 
-def _plain(config: ModelConfig, tokens: Tensor, targets: Tensor) -> Step:
+def _plain(config: ModelConfig, tokens: Tensor, targets: Tensor, backend: str) -> Step:
     """Mixed precision by hand, as in benchmarks/gpu_step.py."""
-    step = by_hand(config, tokens.device.type)
+    step = by_hand(config, tokens.device.type, backend)
     return lambda: step(tokens, targets)
 
 
-def count(step: Step, device: str) -> tuple[Counts, Counts, Counts]:
-    """What one step costs: all counts, calls by file of ours, operations of ours by name."""
+def count(step: Step, device: str, *, compiled: bool) -> tuple[Counts, Counts, Counts]:
+    """What one step costs: all counts, calls by file of ours, operations of ours by name.
+
+    Where blocks are compiled no operations are counted: torch runs no compiled code in a mode that sees operations.
+    """
     # One thread for forward and backward, so that it can be watched. On a CPU that is so anyway.
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(WARM_UP):
@@ -151,8 +157,9 @@ def count(step: Step, device: str) -> tuple[Counts, Counts, Counts]:
         calls, operations = PythonCalls(), Operations()
         with calls.counting():
             step()
-        with operations:
-            step()
+        if not compiled:
+            with operations:
+                step()
     found: Counts = calls.counts + operations.counts
     if device == "cuda":
         found += _cuda_calls(step)
@@ -191,8 +198,9 @@ def measure(variant: str, arguments: argparse.Namespace) -> tuple[Counts, Counts
     found = []
     for layers in (shallow, deep):
         with nullcontext() if variant == "plain" else compat.one_rank_of(arguments.world, 0):
-            step = build(variant, layers, arguments.device, not arguments.keep_activations)
-            found.append(count(step, arguments.device))
+            torch.compiler.reset()
+            step = build(variant, layers, arguments.device, not arguments.keep_activations, arguments.compile)
+            found.append(count(step, arguments.device, compiled=bool(arguments.compile)))
             del step
             gc.collect()
     differences = []
@@ -223,6 +231,8 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--layers", type=int, nargs=2, default=[4, 12], help="of the shallow and of the deep model")
     parser.add_argument("--keep-activations", action="store_true", help="recompute nothing in backward")
+    backend = {"nargs": "?", "const": "inductor", "default": ""}
+    parser.add_argument("--compile", **backend, help="compile the blocks, with this backend")
     parser.add_argument("--files", type=int, default=0, help="also show calls by file, of this many files")
     parser.add_argument("--operations", action="store_true", help="also show operations of zeroshard by name")
     arguments = parser.parse_args()

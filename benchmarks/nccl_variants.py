@@ -1,4 +1,4 @@
-"""The ways of training that `nccl_step.py` compares. Its docstring says what each of them is given."""
+"""The ways of training that `nccl_step.py` compares, and the peers of `offload_step.py`. Both say what each gets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from benchmarks.peers import deepspeed_engine, fully_sharded
+from benchmarks.peers import deepspeed_engine, fully_sharded, torchao_optimizer
 from zeroshard.config.job import ModelConfig
 from zeroshard.train.gpt import GPT
 
@@ -164,6 +164,13 @@ def deepspeed(stage: int, *, offload: bool = False) -> Callable[[Job], Trainer]:
     return build
 
 
+def torchao(job: Job) -> Trainer:
+    """A bf16 model with torchao's CPUOffloadOptimizer. One rank alone can use it."""
+    model = new_model(job).to(BF16)
+    optimizer = torchao_optimizer(model, lr=LEARNING_RATE)
+    return Trainer(backward_of(model), optimizer.step, optimizer.zero_grad)
+
+
 def sharded(stage: int, **options: Any) -> Callable[[Job], Trainer]:
     """Zeroshard at one stage."""
 
@@ -194,3 +201,10 @@ VARIANTS = [
     *(Variant(f"deepspeed stage {stage}", deepspeed(stage), package="deepspeed") for stage in (1, 2, 3)),
     Variant("deepspeed stage 2, offload", deepspeed(2, offload=True), package="deepspeed", compiles=True),
 ]
+
+PEERS_OF_OFFLOAD = [
+    Variant("DeepSpeed ZeRO-2, CPU offload", deepspeed(2, offload=True), package="deepspeed", compiles=True),
+    Variant("FSDP2, CPU offload", fsdp2(offload=True), gpu_only=True),
+    Variant("torchao: bf16 without a master, no clipping", torchao, package="torchao", gpu_only=True),
+]
+"""What `offload_step.py` compares with, on one rank."""

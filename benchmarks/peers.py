@@ -1,4 +1,4 @@
-"""How FSDP2 and DeepSpeed are set up in the benchmarks: in one place, so that they are given the same everywhere."""
+"""How FSDP2, DeepSpeed and torchao are set up in the benchmarks: in one place, so that they get the same everywhere."""
 
 from __future__ import annotations
 
@@ -54,3 +54,14 @@ def deepspeed_engine(
     deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration)
     return engine
+
+
+def torchao_optimizer(model: nn.Module, *, lr: float) -> Any:
+    """The optimizer of torchao on the host, which frees each gradient on the device once it was copied.
+
+    It has the dtype of the parameters for everything: bf16 parameters have no fp32 master. It cannot clip, because it
+    hands out no gradients.
+    """
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=lr, fused=True)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,31 @@ class Case(NamedTuple):
     batch: Callable[[int], dict[str, Tensor]]
 
 
+@contextmanager
+def under_torchrun() -> Iterator[None]:
+    """Inside, Accelerate finds the environment of torchrun. Afterwards it forgets all it knew.
+
+    Ranks of tests that have a GPU share one.
+    """
+    from accelerate.state import AcceleratorState, GradientState
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # not looked up: the process group is there already
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": "0" if dist.get_backend() == "nccl" else rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        **address,
+    }
+    with mock.patch.dict(os.environ, environment):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+
+
 def tokens(step: int, rows: int = 3, length: int = 9) -> Tensor:
     """Other tokens for every step and rank; none of the first three, which have a meaning."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
@@ -43,10 +70,10 @@ def gpt2() -> Any:
     ).train()
 
 
-def llama() -> Any:
+def llama(**more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_decoder())).train()
+    return LlamaForCausalLM(LlamaConfig(**(_decoder() | more))).train()
 
 
 def mixtral() -> Any:

@@ -54,8 +54,10 @@ def test_private_names_of_torch_are_only_in_compat() -> None:
                 root = node
                 while isinstance(root, ast.Attribute):
                     root = root.value  # type: ignore[assignment]
-                owner = root.id if isinstance(root, ast.Name) else ""
-                assert owner in ("self", "cls", "watchdog"), f"{path.name}:{node.lineno} uses {ast.unparse(node)}"
+                owner = root.id if isinstance(root, ast.Name) else ast.unparse(root)
+                assert owner in ("self", "cls", "super()", "watchdog"), (
+                    f"{path.name}:{node.lineno} uses {ast.unparse(node)}"
+                )
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                 names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
                 assert not any(name.startswith("_") for name in names), f"{path.name}:{node.lineno}"
@@ -86,9 +88,9 @@ def test_the_layout_imports_no_distributed() -> None:
     assert "distributed" not in (PACKAGE / "config/layout.py").read_text()
 
 
-def test_importing_the_package_starts_no_process_and_sets_no_variable() -> None:
+def test_importing_the_package_starts_no_process_sets_no_variable_and_needs_no_other_library() -> None:
     program = (
-        "import os, subprocess, multiprocessing.process as p\n"
+        "import os, subprocess, sys, multiprocessing.process as p\n"
         "before = dict(os.environ)\n"
         "def refuse(*a, **k): raise SystemExit('a process was started')\n"
         "subprocess.Popen.__init__ = refuse\n"
@@ -97,6 +99,8 @@ def test_importing_the_package_starts_no_process_and_sets_no_variable() -> None:
         "middle = dict(os.environ)\n"
         "import zeroshard\n"
         "assert dict(os.environ) == middle, 'a variable was set'\n"
+        "libraries = {'accelerate', 'deepspeed', 'lightning', 'ray', 'transformers', 'trl'}\n"
+        "assert libraries.isdisjoint(sys.modules), 'a library of an integration was imported'\n"
         "import torch.distributed as dist\n"
         "assert not dist.is_initialized()\n"
     )

@@ -1,6 +1,17 @@
 """zeroshard: train models that do not fit, from an unchanged PyTorch model and an unchanged training loop."""
 
-from .api import full_state_dict, gathered, gathered_gradients, no_sync, shard, stats, synchronize
+from .api import (
+    full_state_dict,
+    gathered,
+    gathered_gradients,
+    no_sync,
+    offload_states,
+    restore_states,
+    shard,
+    stats,
+    synchronize,
+    whole_parameters,
+)
 from .comm.fabric import DisagreementError
 from .comm.traffic import Traffic
 from .comm.watchdog import StallError
@@ -40,9 +51,12 @@ __all__ = [
     "gathered_gradients",
     "load",
     "no_sync",
+    "offload_states",
+    "restore_states",
     "save",
     "shard",
     "stats",
     "synchronize",
     "trace",
+    "whole_parameters",
 ]

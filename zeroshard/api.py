@@ -26,7 +26,7 @@ from .system import allocator, compat, machine
 from .system.hook import Hook
 
 if TYPE_CHECKING:
-    from .plan.foresee import Advice, Foresight
+    from .plan.foresee import Advice, Decision, Foresight
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,8 +61,10 @@ def shard(
     with fabric.watchdog.during("shard()"):
         check_same_everywhere(model, optimizer, config, fabric)
         check_partition(config, fabric)
-        config, foresight = _consult_plan(model, optimizer, config, fabric)
+        config, foresight, decision = _consult_plan(model, optimizer, config, fabric)
         runtime = Runtime(model, optimizer, config, fabric)
+    if decision is not None:
+        runtime.start_recomputing(decision.recomputed, decision.sizes, decision.reason)
     if foresight is not None:
         runtime.shortage.suggest = partial(foresight.instead, runtime.stage, config.offload)
     _warn_of_one_unit(runtime)
@@ -122,6 +124,54 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
         else:
             found[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
     return found
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and whole value of every parameter, for inference engines. One unit at a time is put together.
+
+    Names are those of ``state_dict()``. A tied parameter comes once, under its first name, as in Hugging Face's
+    checkpoints. The values are copies on the model's device, in the parameters' dtype: keep them, or hand them on. A
+    unit and its copies are the most that is held. Between two parameters nothing is gathered, so a loop may end early.
+
+    Collective: iterate on all ranks, equally far.
+
+    >>> model, _ = shard(nn.Linear(4, 2).requires_grad_(False))
+    >>> [(name, tuple(value.shape)) for name, value in whole_parameters(model)]
+    [('weight', (2, 4)), ('bias', (2,))]
+    """
+    runtime = runtime_of(model)
+    runtime.check_awake("whole_parameters()")
+    names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
+
+    def by_name() -> Iterator[tuple[str, Tensor]]:
+        for unit in runtime.whole_units():
+            unit.reverse()
+            while unit:  # what was yielded is not held any longer
+                parameter, whole = unit.pop()
+                yield names[id(parameter)], whole
+
+    return by_name()
+
+
+def offload_states(model: nn.Module) -> None:
+    """All model states of this rank sleep in host memory, so that something else, such as generation, has the device.
+
+    Parameters, masters, the optimizer's states and gathered units leave the device. The model's buffers stay. Until
+    ``restore_states(model)``, whatever needs the states raises: forward, ``step()``, ``save()``, reads of parameters.
+    Training then goes on with the same bits. Call it after ``step()``: gradients that wait for their step are refused.
+
+    Views of parameters that you have stored keep their memory on the device, and show old values from then on.
+    Collective: call it on all ranks.
+    """
+    runtime_of(model).sleep.begin()
+
+
+def restore_states(model: nn.Module) -> None:
+    """Brings the states that ``offload_states(model)`` put to sleep back to the device.
+
+    If the device lacks memory, the error leaves the rest asleep: free memory, and call it again. Call it on all ranks.
+    """
+    runtime_of(model).sleep.end()
 
 
 @contextmanager
@@ -190,12 +240,16 @@ def _warn_of_one_unit(runtime: Runtime) -> None:
 
 def _consult_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, fabric: Fabric
-) -> tuple[Config, Foresight | None]:
-    """Fills in a stage or offload of "auto", the same on all ranks. Warns if the configuration does not fit."""
+) -> tuple[Config, Foresight | None, Decision | None]:
+    """Fills in a stage or offload of "auto", the same on all ranks. Warns if the configuration does not fit.
+
+    With ``recompute="auto"`` and an example, also decides how many blocks are recomputed. Raises on all ranks, before
+    memory is taken, if nothing fits that may be chosen.
+    """
     if any(compat.is_fake(parameter) for parameter in model.parameters()):  # a dry run without a device
         if config.stage == "auto" or config.chooses_offload:
             raise ValueError('"auto" asks what fits this machine, and a dry run without a device takes no memory')
-        return config, None
+        return config, None, None
     from .plan import foresee  # imported here, because it takes time and is needed once
 
     room = foresee.room_of(
@@ -213,7 +267,8 @@ def _consult_plan(
     if fabric.rank == 0 and advice.warning is not None:
         warnings.warn(advice.warning, stacklevel=3)
     foresight.config = replace(config, stage=advice.stage, offload=advice.offload, example=None)
-    return foresight.config, foresight
+    undecided = config.activations is not None and config.activations.recompute == "auto"
+    return foresight.config, foresight, fabric.from_rank_zero(advice.decision) if undecided else None
 
 
 def _of_this_rank(advice: Advice, config: Config) -> Advice:

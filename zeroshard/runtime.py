@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .comm import parallel
 from .comm.fabric import Fabric
 from .config.layout import UNLIMITED, find_units
-from .config.options import Config
-from .config.table import state_table
+from .config.options import AUTO, Activations, Config
+from .config.table import Extent, state_table
 from .init.materialise import adopt_values
 from .observe.ledger import Ledger, Memory, Stats, StepTraffic
 from .observe.shortage import Answer
@@ -25,14 +25,16 @@ from .optim.nonfinite import Faults
 from .optim.optimizer import ShardedOptimizer
 from .optim.treatment import Treatment
 from .recompute.checkpoint import ActivationCheckpoints
+from .recompute.choice import Choice, Sizes
 from .schedule.guards import Guards
 from .schedule.hooks import Schedule
 from .schedule.reads import Reads
 from .schedule.reducer import Reducer
+from .schedule.sleep import Sleep
 from .schedule.structure import Structure
 from .shown.placeholder import Placeholders
 from .states.buffers import Buffers, make_ordinary
-from .states.flat import Flat
+from .states.flat import SLEEPING, Flat
 from .states.turns import Turns
 from .states.unit import Unit, check_no_block_open
 from .system import compat
@@ -106,6 +108,7 @@ class Runtime(NotCopyable):
         self.ledger = Ledger(model, self.units, None if self.optimizer is None else self.optimizer.piece_states)
         self.checkpoints = self._watch_checkpoints()
         self._reads = Reads(self.units, self.schedule.lifetimes, fabric, refuse=config.reads == "raise")
+        self.sleep = Sleep(self.units, self.schedule, fabric, self.optimizer)
         self.guards = Guards(model, self.units, fabric.device, self.finish_updates)
         title = f"rank {fabric.rank}, in stage {self.stage}"
         self.shortage = Answer(model, self.units, self.ledger, title=title, device=fabric.device)
@@ -143,7 +146,27 @@ class Runtime(NotCopyable):
             self.model,
             [(block.name, block.module) for block, is_recomputed in zip(blocks, chosen, strict=True) if is_recomputed],
         )
+        if options.recompute == AUTO:
+            checkpoints.choice = self._choice([block.module for block in blocks], options)
         return checkpoints
+
+    def _choice(self, blocks: list[nn.Module], options: Activations) -> Choice:
+        """For ``recompute="auto"``."""
+        if self.table.parameters.extent is Extent.SHARD and len(blocks) < len(self.units) - 1:
+            raise ValueError(
+                'activations.recompute="auto" lets each rank choose by its own inputs, and in stage 3 a block that is '
+                "larger than max_unit_bytes makes other collectives where it is recomputed; raise max_unit_bytes, or "
+                "give a share or names of blocks"
+            )
+        optimizer, fabric = self.optimizer, self.fabric
+        return Choice(
+            blocks,
+            fabric.device,
+            fabric.device_ranks,
+            inputs_count=options.offload or (options.partition and fabric.model.world > 1),
+            has_states=lambda: optimizer is not None and optimizer.steps > optimizer.skipped_steps,
+            backwards=lambda: self.reducer.backwards,
+        )
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -165,19 +188,21 @@ class Runtime(NotCopyable):
 
         Units that were present before, because backward needs them for example, stay present.
         """
+        self.check_awake("gathered()")
         during, flats = self.fabric.watchdog.during, [flat for unit in units for flat in unit.flats]
         if write:
             self.finish_updates()  # otherwise a delayed update would overwrite the user's values
         if lend and not write:
             for flat in flats:
                 flat.writes.accept()  # otherwise the end of the block would find them
-        absent = [unit for unit in units if not unit.present]
+        absent, opened = [unit for unit in units if not unit.present], list[Unit]()
         watched = [flat for flat in flats if flat.watched]
         try:
             with during("gathered()"):
                 for unit in units:
                     unit.gather()
                     unit.open_blocks += 1
+                    opened.append(unit)
                 for unit in units:
                     unit.wait()
                 for flat in flats:
@@ -197,7 +222,7 @@ class Runtime(NotCopyable):
                                 flat.rewrite()
             for flat in flats:
                 flat.home.after_write()
-            for unit in units:
+            for unit in opened:
                 unit.open_blocks -= 1
             for unit in absent:
                 unit.release()
@@ -229,20 +254,35 @@ class Runtime(NotCopyable):
                 for parameter in (parameter for flat in unit.flats for parameter in flat.parameters):
                     yield parameter, parallel.whole(parameter, parallel.local(parameter)).detach()
 
+    def whole_units(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+        """Copies of the whole parameters of one unit after the other. Between two units nothing is gathered.
+
+        Collective for each unit.
+        """
+        for unit in self.units:
+            with self.fabric.watchdog.during("whole_parameters()"), torch.no_grad():
+                with self.gathered([unit]):
+                    found = [(parameter, _copied(parameter)) for flat in unit.flats for parameter in flat.parameters]
+                self.fabric.watchdog.check()  # a gather that was aborted meanwhile has not brought its values
+            yield found
+
     # -- statistics -----------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         optimizer = self.optimizer
         norm = optimizer.grad_norm if optimizer is not None else None
         kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
+        memory, host_memory = self.ledger.now(), self._host_memory()
+        if self.sleep.asleep:
+            memory, host_memory = memory.asleep(host_memory)
         return Stats(
             **vars(self._traffic),
             stage=self.stage,
             parameters=sum(flat.layout.parameters for flat in self.flats),
             padded_parameters=sum(flat.layout.numel for flat in self.flats),
             kept_parameters=sum(unit.numel for unit in kept),
-            memory=self.ledger.now(),
-            host_memory=self._host_memory(),
+            memory=memory,
+            host_memory=host_memory,
             memory_at_step=self.ledger.at_step(),
             grad_norm=None if norm is None or compat.is_fake(norm) else float(norm),
             steps=0 if optimizer is None else optimizer.steps,
@@ -250,8 +290,19 @@ class Runtime(NotCopyable):
             loss_scale=None if self.scaler is None else self.scaler.scale,
             stop_reason=self.faults.stop_reason,
             recomputed_blocks=0 if self.checkpoints is None else self.checkpoints.recomputed,
-            recompute_reason=None if self.checkpoints is None else self.checkpoints.reason,
+            recompute_reason=None if self._chooses is None else self._chooses.reason,
         )
+
+    def start_recomputing(self, blocks: int, sizes: Sizes, reason: str) -> None:
+        """Takes the plan's decision on how many blocks to recompute, for inputs of these sizes."""
+        if self._chooses is not None:
+            self._chooses.start(blocks, sizes, reason)
+            if self.fabric.rank == 0:
+                print(f"zeroshard: {reason}")
+
+    @property
+    def _chooses(self) -> Choice | None:
+        return None if self.checkpoints is None else self.checkpoints.choice
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -271,16 +322,28 @@ class Runtime(NotCopyable):
     def order(self) -> list[Flat]:
         return self.reducer.order
 
-    def check_no_block_open(self, doing: str) -> None:
+    def check_ready(self, doing: str) -> None:
         check_no_block_open(self.units, doing)
+        self.check_awake(doing)
+
+    def check_awake(self, doing: str) -> None:
+        """Raises while states wait in host memory."""
+        if self.sleep.asleep:
+            raise RuntimeError(f"{doing} while {SLEEPING}")
 
     def check_structure(self) -> None:
         self._structure.check()
 
     def agree(self, purpose: str) -> None:
         self.schedule.discard_failed_backward()
+        if self._chooses is not None:
+            self.reducer.recompute_asked = self._chooses.vote
         with compat.label("zeroshard.agree"):
             is_new = self.reducer.agree(purpose)
+        if self._chooses is not None:
+            told = self._chooses.settle(self.reducer.recompute_agreed)
+            if told is not None and self.fabric.rank == 0:
+                print(f"zeroshard: {told}")
         if is_new and self.optimizer is not None:
             self.optimizer.gradients_came()
 
@@ -297,6 +360,8 @@ class Runtime(NotCopyable):
     def end_step(self) -> None:
         self.reducer.clear()
         self.schedule.lifetimes.end_step()
+        if self._chooses is not None:
+            self._chooses.end_step()
         self._buffers.follow_rank_zero()
         volume = self.fabric.take_volume()
         self._traffic = StepTraffic(
@@ -306,6 +371,13 @@ class Runtime(NotCopyable):
             host_traffic={} if self.host is None else self.host.pipeline.take_traffic(),
             checkpoint_traffic={} if self.checkpoints is None else self.checkpoints.store.take_traffic(),
         )
+
+
+def _copied(parameter: nn.Parameter) -> Tensor:
+    """A copy of a parameter that is present; with tensor parallelism of the whole parameter."""
+    local = parallel.local(parameter).detach()
+    whole = parallel.whole(parameter, local)
+    return whole.clone() if whole is local else whole
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -50,7 +50,7 @@ def test_ranks_with_different_memory_choose_one_stage_and_train() -> None:
     rank = torch.distributed.get_rank()
     psi = sum(p.numel() for p in net(width=64, depth=12).parameters())  # wide enough that padding is little
     original = machine.usable_memory
-    for room, stage in ((100, 0), (20, 1), (16, 2), (5, 3)):
+    for room, stage in ((100, 0), (20, 1), (16, 2), (12, 3)):
         # Rank 1 has less; LOCAL_WORLD_SIZE is not set, so the world shares the machine.
         machine.usable_memory = lambda room=room: 2 * psi * (room if rank else 1000)  # type: ignore[misc]
         try:
@@ -61,6 +61,19 @@ def test_ranks_with_different_memory_choose_one_stage_and_train() -> None:
         assert zeroshard.stats(model).stage == stage, room
         loss_of(model, 0).backward()
         optimizer.step()
+
+
+@on_ranks(2)
+def test_where_one_rank_has_no_room_for_states_all_ranks_refuse() -> None:
+    model, original = net(width=64, depth=12), machine.usable_memory
+    psi = sum(p.numel() for p in model.parameters())
+    machine.usable_memory = lambda: 2 * psi * (7 if torch.distributed.get_rank() else 1000)  # states take 8 in stage 3
+    try:
+        with pytest.raises(ValueError, match=r"nothing that \"auto\" may choose fits here\. Nearest comes stage 3"):
+            zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage="auto")
+    finally:
+        machine.usable_memory = original
+    zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage="auto")  # nothing was taken
 
 
 def test_the_choice_is_printed_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 import zeroshard
 from tests.cli.test_main import exit_code
 from tests.matrix import slow
+from tests.plan.architectures import configuration
 from zeroshard.cli.job_options import overrides
 from zeroshard.cli.main import parser
 from zeroshard.config.job import load_job
-from zeroshard.config.options import Config
+from zeroshard.config.options import Activations, Config
 from zeroshard.plan.machine.hardware import find_hardware
 
 HARDWARE = ("--gpus", "64", "--gpu-memory", "32", "--host-memory", "1500")
@@ -67,6 +69,7 @@ LONG = {
         *("--partition", "--activation-offload"),
     ],
     "a module": ["tests.plan.factory:sequences", "--seq", "128", "--checkpointing", "--gpus", "8", "--machine", "h100"],
+    "some recomputed": ["zero-1.5b", "--gpus", "8", "--machine", "h100", "--batch", "48", "--recompute", "auto"],
     "questions": ["zero-8b", "--gpus", "64", "--machine", "h100", "--tokens", "3e11", "--scale", "8..8192"],
     "adapters": ["zero-1.5b", "--gpus", "8", "--machine", "h100", "--lora", "16"],
     "nothing fits": ["zero-170b", "--gpus", "1", "--gpu-memory", "16", "--host-memory", "64"],
@@ -170,6 +173,52 @@ def test_a_preset_whose_checkpoints_are_divided_is_planned_and_trained_alike(
     options = ("--gpus", "256", "--machine", "h200", "--batch", "1", "--model-parallel", "1")
     best = asked(capsys, "--model", "zero-100b", *options)["recommended"]
     assert "--set shard.activations.partition=false" in best["command"], "there is nobody to divide them among"
+
+
+def test_as_few_blocks_are_recomputed_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "zero-1.5b", "--gpus", "8", "--gpu-memory", "40", "--machine", "h100", "--batch", "32")
+    answer = asked(capsys, *options, "--recompute", "auto")
+    best = answer["recommended"]
+    row = next(r for r in answer["rows"] if (r["stage"], r["offload"]) == (best["stage"], best["offload"]))
+    assert 0 < row["recomputed_blocks"] < 48
+    share = re.search(r"Activations\(recompute=([\d.]+)\)", best["shard"])
+    assert share is not None
+    assert round(48 * float(share[1])) == row["recomputed_blocks"]
+
+    def of(more: str) -> Any:
+        assert exit_code("plan", *options, "--recompute", more, "--json") in (0, 1)
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        return next(r for r in rows if (r["stage"], r["offload"]) == (best["stage"], best["offload"]))
+
+    assert of(share[1]) == row
+    fewer = of(str((row["recomputed_blocks"] - 1) / 48))
+    assert not fewer["fits"], "one block less does not fit"
+    assert fewer["time"]["step"] < row["time"]["step"] < of("1")["time"]["step"]
+    assert of("1")["recomputed_blocks"] == 48
+    assert of("0")["recomputed_blocks"] == 0
+    words = best["command"].split()
+    arguments = parser().parse_args(words[words.index("train") :])
+    job = load_job(arguments.config, overrides(arguments))
+    assert Config.parse(job.shard).activations == Activations(recompute=float(share[1]))
+    assert exit_code("plan", *options, "--recompute", "auto") == 0
+    told = capsys.readouterr().out
+    assert f"It recomputes {row['recomputed_blocks']} of 48 blocks: there is room for the activations" in told
+    assert f" {row['recomputed_blocks']}/48 " in told
+
+
+def test_a_model_of_hugging_face_recomputes_what_must_be_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(configuration("llama", num_hidden_layers=6, max_position_embeddings=4096)))
+    options = ("--model", str(file), "--gpus", "8", "--machine", "h100", "--seq", "4096")
+    for batch, expected in (("1", False), ("2000", True)):
+        rows = asked(capsys, *options, "--batch", batch)["rows"]
+        assert any(row["recomputed_blocks"] for row in rows) == expected
+        every = asked(capsys, *options, "--batch", batch, "--checkpointing")["rows"]
+        assert all(row["recomputed_blocks"] == 6 for row in every)
+    best = asked(capsys, *options, "--batch", "1")["recommended"]
+    assert "activations=" not in best["shard"]
 
 
 def test_several_micro_batches_are_an_option_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,6 +451,10 @@ def test_the_papers_claims_are_printed(capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "tiny", "--machine", "cpu", "--gpu-memory", "32"], "its memory is --host-memory"),
         (["--model", "tiny", "--gpu-memory", "inf"], "and finite"),
         (["--model", "tiny", "--gpu-memory", "32", "--partition", "--no-checkpointing"], "--no-checkpointing leaves"),
+        (["--model", "tiny", "--gpu-memory", "32", "--recompute", "2"], "must be a share from 0 to 1, or auto"),
+        (["--model", "tiny", "--gpu-memory", "32", "--recompute", "1", "--checkpointing"], "both say which blocks"),
+        (["--model", "tiny", "--gpu-memory", "32", "--recompute", "0", "--partition"], "--no-checkpointing leaves"),
+        (["--max-model", "--gpu-memory", "32", "--recompute", "0.5"], "--recompute is about one model"),
         (["--max-model", "--gpu-memory", "32", "--tokens", "1e9"], "--tokens is about one model"),
         (["--max-model", "--gpu-memory", "32", "--scale", "1..8"], "--scale is about one model"),
         (["--paper", "--model", "tiny"], "--model would have no effect"),

@@ -238,9 +238,21 @@ def test_options_of_an_offload_add_up_and_none_takes_them_away() -> None:
     assert offload("shard.offload=none") is None
 
 
+def test_what_auto_may_change_comes_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+    file = write(tmp_path, "[shard.offload]\nallow = ['moments']\nhost_memory = 64_000_000_000\n")
+    chosen = Offload.auto(allow=("moments",), host_memory=64_000_000_000)
+    assert Config.parse(load_job(file).shard).choice == chosen
+    for first in ("shard.offload=auto", "shard.offload.allow=[]"):
+        written = (first, 'shard.offload.allow=["moments"]', "shard.offload.host_memory=64_000_000_000")
+        job = load_job("tiny", dict(map(parse_override, written)))
+        assert Config.parse(job.shard).choice == chosen
+    assert Config.parse(load_job("tiny", {"shard.offload": "auto"}).shard).choice == Offload.auto()
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        ('shard.offload.allow=["moment"]', r"offload\.allow=\['moment'\] must name only moments, update_in_backward, "),
         ("shard.offload.momets=bf16", r"offload\.momets is unknown \(did you mean 'moments'\?\)"),
         ("shard.offload.moments=fp8", r"offload\.moments='fp8' is unknown"),
         ("shard.offload.moments=fp16", r"offload\.moments=torch\.float16 must be"),

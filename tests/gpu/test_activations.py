@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -108,3 +109,61 @@ def test_tensor_parallel_ranks_that_share_a_gpu_train_as_one_does(stage: int) ->
     # Recomputed and gathered bit for bit; but kernels that add with atomics may differ from run to run.
     torch.testing.assert_close(losses[2], losses[1], rtol=1e-5, atol=1e-6)
     assert dist.is_initialized()
+
+
+DEEP = ModelConfig(layers=12, hidden=512, heads=8, sequence=512)
+
+
+def steps_of_deep(options: Activations, steps: int, batch: int = 16, **more: Any) -> tuple[list[float], Any]:
+    """Losses, and the model."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = GPT(DEEP)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = zeroshard.shard(
+        model, optimizer, device="cuda:0", stage=2, precision="bf16", activations=options, **more
+    )
+    losses = []
+    for step in range(steps):
+        tokens = torch.randint(0, 256, (batch, 512), generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("foreseen", [False, True])
+def test_auto_keeps_as_many_blocks_as_a_cap_has_room_for(foreseen: bool) -> None:
+    """By what the second step measures, or by the plan. It does not run out of memory, and changes no bit."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    whole = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        expected, model = steps_of_deep(Activations(), 6)
+        every = torch.cuda.max_memory_allocated()
+        del model
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        _, model = steps_of_deep(Activations(recompute=0.5), 3)
+        half = torch.cuda.max_memory_allocated()
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert half > every
+        cap = int((half + (half - every) / 3) / 0.96)
+        torch.cuda.set_per_process_memory_fraction(cap / whole)
+        tokens = torch.zeros(16, 512, dtype=torch.long, device="meta")
+        more = {"example": (tokens, tokens)} if foreseen else {}
+        losses, model = steps_of_deep(Activations(recompute="auto"), 6, **more)
+        seen = zeroshard.stats(model)
+        assert 0 < seen.recomputed_blocks < 12, seen.recompute_reason
+        assert losses == expected
+        assert torch.cuda.max_memory_allocated() <= cap
+        if not foreseen:
+            assert 3 <= seen.recomputed_blocks <= 8, seen.recompute_reason
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.use_deterministic_algorithms(False)

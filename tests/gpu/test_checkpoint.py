@@ -22,6 +22,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "fp16": {"stage": 2, "precision": "fp16"},
     "offload": {"stage": 2, **BF16, "offload": "cpu"},
     "16-bit states": {"stage": 3, **BF16, "offload": Offload(split_master=True, moments=torch.bfloat16)},
+    "8-bit moments": {"stage": 2, **BF16, "offload": Offload(split_master=True, moments="8bit")},
     "read back": {"stage": 2, **BF16, "offload": Offload(split_master=True, read_back=True)},
     "in backward": {"stage": 2, **BF16, "offload": Offload(update_in_backward=True)},
     "half on the host": {"stage": 2, **BF16, "offload": Offload(host_fraction=0.5)},

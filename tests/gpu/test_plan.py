@@ -106,6 +106,7 @@ def test_one_gpu_alone(stage: int) -> None:
         (2, Offload()),
         (3, Offload()),
         (2, Offload(moments=torch.bfloat16, split_master=True, read_back=True)),
+        (2, Offload(moments="8bit", split_master=True)),
         (3, Offload(parameters="cpu")),
     ],
 )

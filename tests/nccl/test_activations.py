@@ -27,11 +27,16 @@ def with_dropout(model: nn.Module, step: int, index: int) -> Tensor:
 
 
 @on_nccl(2)
-def test_whole_checkpoints_on_the_host_train_as_ddp_does() -> None:
+def test_checkpoints_on_the_host_and_blocks_that_are_not_recomputed_train_as_ddp_does() -> None:
     expected = trained_with_ddp(build, momentum, with_dropout)
     for stage in (2, 3):
-        found = trained(build, momentum, with_dropout, stage=stage, activations=Activations(offload=True))
-        assert_equal(found, expected, CLOSE, f"stage {stage}")
+        for options in (
+            Activations(offload=True),
+            Activations(recompute=0.4),
+            Activations(recompute="auto"),
+        ):
+            found = trained(build, momentum, with_dropout, stage=stage, activations=options)
+            assert_equal(found, expected, CLOSE, f"stage {stage}: {options}")
 
 
 @pytest.mark.usefixtures("fresh_ranks")

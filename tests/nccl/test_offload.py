@@ -48,10 +48,10 @@ def test_16_bit_parameters_stay_near_ddp_and_a_split_master_changes_no_bit() -> 
     assert_equal(as_one_vector(expected), in_32_bits, COARSE, "fp32 states")
     for offload in (Offload(split_master=True), Offload(split_master=True, read_back=True, update_in_backward=True)):
         assert_equal(trained(stage=2, precision="bf16", offload=offload), expected, 0.0, str(offload))
-    for stage, place in ((2, "device"), (3, "cpu")):
-        offload = Offload(split_master=True, moments=torch.bfloat16, parameters=place)
+    for stage, place, moments in ((2, "device", torch.bfloat16), (3, "cpu", torch.bfloat16), (2, "device", "8bit")):
+        offload = Offload(split_master=True, moments=moments, parameters=place)
         found = trained(stage=stage, precision="bf16", offload=offload)
-        assert_equal(as_one_vector(found), in_32_bits, COARSE, f"16-bit states in stage {stage}")
+        assert_equal(as_one_vector(found), in_32_bits, COARSE, f"{moments} moments in stage {stage}")
 
 
 def delayed_by_hand(after: int) -> Log:

@@ -157,6 +157,7 @@ def test_the_allocators_word_is_passed_on_in_backward_alone(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10**9)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * 10**9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**8, 3 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     shortage._on_shortage(0, 1, 2, 3)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(compat, "in_backward", lambda: True)
@@ -167,4 +168,8 @@ def test_the_allocators_word_is_passed_on_in_backward_alone(
     assert "all else that torch had allocated 998 MB" in told
     assert "allocated 1 GB, reserved 2 GB, and 100 MB of 3 GB free" in told
     assert "1 GB were reserved and in no piece large enough; defragment=True" in told
+    assert "set_per_process_memory_fraction" not in told
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.34)
+    shortage._on_shortage(0, 1, 2, 3)
+    assert "set_per_process_memory_fraction leaves 20 MB to this process" in capsys.readouterr().err
     assert sys.exception() is None

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from zeroshard.offload.codes import TILE, encode
 from zeroshard.offload.kernel import Pool, Segment
 from zeroshard.offload.library import Simd, load, paths
 from zeroshard.offload.rules import AdamRule, Rule, SGDRule
@@ -19,6 +20,9 @@ ADAM = replace(ADAMW, decoupled=False)
 SGD = SGDRule(lr=0.1, momentum=0.9, dampening=0.1, nesterov=False, weight_decay=0.1, maximize=False, step=3)
 
 NATIVE = paths(load())
+
+CODES = (torch.int8, torch.uint8)
+"""The dtypes of Adam's moments in 8 bits."""
 
 
 @cache
@@ -75,7 +79,7 @@ def random_segment(length: int, form: Format, seed: int = 0, special: bool = Fal
             where = torch.randint(0, max(length, 1), (length // 4,), generator=generator)
             tensor[where] = odd[torch.randint(0, len(odd), (length // 4,), generator=generator)]
         moments[1].abs_()
-    states = tuple(moment.to(dtype) for moment, dtype in zip(moments, form.moments, strict=False))
+    states = tuple(_stored(moment, dtype) for moment, dtype in zip(moments, form.moments, strict=False))
     slot = gradient.to(form.gradient)
     parameter: Tensor | None = None
     if form.split:
@@ -85,7 +89,17 @@ def random_segment(length: int, form: Format, seed: int = 0, special: bool = Fal
         parameter = slot
     elif form.parameter is not None:
         parameter = torch.zeros(length, dtype=form.parameter)
-    return Segment(slot, master, parameter, states, key=7, start=0)
+    scales = tuple(scale for _, scale in states if scale is not None)
+    return Segment(slot, master, parameter, tuple(values for values, _ in states), key=7, start=0, scales=scales)
+
+
+def _stored(moment: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A moment as the kernel reads it, and the scales of codes."""
+    if dtype not in CODES:
+        return moment.to(dtype), None
+    codes, scales = torch.empty(len(moment), dtype=dtype), torch.empty(-(-len(moment) // TILE), dtype=torch.uint8)
+    encode(moment, codes, scales)
+    return codes, scales
 
 
 def clone(segment: Segment, offset: int = 0) -> Segment:
@@ -104,11 +118,12 @@ def clone(segment: Segment, offset: int = 0) -> Segment:
         master=copy(segment.master),
         parameter=parameter,
         moments=tuple(copy(moment) for moment in segment.moments),
+        scales=tuple(copy(scales) for scales in segment.scales),
     )
 
 
 def cut(segment: Segment, *places: int) -> list[Segment]:
-    """The same memory as several segments."""
+    """The same memory as several segments. Places must be multiples of a tile where moments are codes."""
     bounds = [0, *sorted(places), segment.gradient.numel()]
     return [
         replace(
@@ -118,6 +133,7 @@ def cut(segment: Segment, *places: int) -> list[Segment]:
             parameter=None if segment.parameter is None else segment.parameter[begin:end],
             moments=tuple(moment[begin:end] for moment in segment.moments),
             start=segment.start + begin,
+            scales=tuple(scales[begin // TILE : -(-end // TILE)] for scales in segment.scales),
         )
         for begin, end in pairwise(bounds)
     ]
@@ -125,10 +141,10 @@ def cut(segment: Segment, *places: int) -> list[Segment]:
 
 def outcome(segment: Segment) -> list[Tensor]:
     """Every bit that an update writes."""
-    written = [segment.master, *segment.moments]
+    written = [segment.master, *segment.moments, *segment.scales]
     if segment.parameter is not None:
         written.append(segment.parameter)
-    return [tensor.view(torch.int16) for tensor in written]
+    return [tensor.view(torch.uint8) for tensor in written]
 
 
 def assert_same_bits(segment: Segment, other: Segment) -> None:

@@ -11,7 +11,7 @@ import zeroshard
 from tests.models import net
 from tests.offload.scenarios import adamw, micro_batches, momentum, plain, sgd
 from zeroshard import Offload
-from zeroshard.offload.host_buffers import HostBuffers, HostBytes, bytes_of, join, remainder, round_to, wanted
+from zeroshard.offload.host_buffers import SCALES, HostBuffers, HostBytes, bytes_of, join, remainder, round_to, wanted
 from zeroshard.offload.pinned import ALIGNMENT, HostBlock
 from zeroshard.offload.pipeline import HIGH_HALVES, RING
 
@@ -20,12 +20,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ADAM = ("exp_avg", "exp_avg_sq")
 SLIM: dict[str, Any] = {"moments": torch.bfloat16, "split_master": True}
-N = 40 * ALIGNMENT
-BYTES: dict[str, tuple[dict[str, Any], int, int]] = {
+SMALL: dict[str, Any] = {"moments": "8bit", "split_master": True}
+N = 64 * ALIGNMENT
+MOMENTS = 2 + 2 / 64  # codes and scales
+BYTES: dict[str, tuple[dict[str, Any], int, float]] = {
     "fp32 states": ({}, 2, 12),
     "16-bit moments": ({"moments": torch.bfloat16}, 2, 8),
     "split master": ({"split_master": True}, 4, 10),
     "16-bit moments and split master": (SLIM, 4, 6),
+    "8-bit moments": ({"moments": "8bit"}, 2, 4 + MOMENTS),
+    "8-bit moments and split master": (SMALL, 4, 2 + MOMENTS),
+    "8-bit moments, in backward and read back": (
+        SMALL | {"read_back": True, "update_in_backward": True},
+        0,
+        2 + MOMENTS,
+    ),
     "in backward": ({"update_in_backward": True}, 0, 12),
     "in backward, 16-bit moments and split master": (SLIM | {"update_in_backward": True}, 2, 6),
     "read back": (SLIM | {"read_back": True}, 2, 6),
@@ -106,7 +115,9 @@ def test_buffers_fill_their_blocks_to_the_last_byte() -> None:
             states = HostBuffers(Offload(**options), torch.bfloat16, numel, moments=ADAM)
             blocks = [HostBlock(size, pinned=False) for size in (states.bytes.pinned, states.bytes.pageable)]
             states.bind(*blocks)
-            assert all(tensor.numel() == numel for tensor in states.tensors.values())
+            tiles = -(-numel // 64)
+            for name, tensor in states.tensors.items():
+                assert tensor.numel() == (tiles if name.endswith(SCALES) else numel)
             for block in blocks:
                 with pytest.raises(AssertionError, match="more was taken"):
                     block.take(1, torch.uint8)

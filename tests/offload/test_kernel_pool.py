@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.offload.host import ADAMW, NATIVE, SGD, Format, assert_same_bits, clone, pool, random_segment, update
+from tests.offload.host import ADAMW, CODES, NATIVE, SGD, Format, assert_same_bits, clone, pool, random_segment, update
 from zeroshard.offload import pipeline
 from zeroshard.offload.kernel import Pool, Segment
 from zeroshard.offload.library import Simd, load
@@ -200,6 +200,7 @@ def bad_segments() -> dict[str, tuple[Segment, Rule]]:
     good = random_segment(100, Format())
     wide = torch.zeros(300, dtype=torch.bfloat16)
     halves = torch.zeros(100, dtype=torch.int16)
+    coded = random_segment(100, Format(moments=CODES))
     segments = {
         "master .* on meta; .* on the CPU": replace(good, master=torch.zeros(100, device="meta")),
         r"gradient .* of shape \(10, 10\)": replace(good, gradient=good.gradient.reshape(10, 10)),
@@ -213,6 +214,12 @@ def bad_segments() -> dict[str, tuple[Segment, Rule]]:
             good, master=halves, parameter=torch.zeros(100, dtype=torch.float16)
         ),
         "split master needs a bf16 parameter": replace(good, master=halves, parameter=None),
+        "moment is torch.int8": replace(good, moments=coded.moments),
+        "moment is torch.uint8": replace(coded, moments=coded.moments[::-1]),
+        "scales is torch.uint8 of shape .* needs 2 ": replace(coded, scales=(coded.scales[0], coded.scales[1][1:])),
+        "2 moments in 8 bits from element 0 on have 1 arrays of scales": replace(coded, scales=coded.scales[:1]),
+        "from element 65 on .* multiple of 64": replace(coded, start=65),
+        "scales and scales overlap": replace(coded, scales=coded.scales[:1] * 2),
         "overlap": replace(good, gradient=wide[:100], parameter=wide[50:150]),
         "Adam needs two moments, this segment has 1": replace(good, moments=good.moments[:1]),
         "Adam needs two moments, this segment has 4": replace(

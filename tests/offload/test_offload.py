@@ -78,6 +78,7 @@ def test_a_split_master_read_back_or_not_is_bit_for_bit_an_fp32_one_on_two_ranks
             assert_same_result(scenario.run(stage, options), expected, f"stage {stage}, {options}")
 
 
+SMALL_MOMENTS: tuple[Any, ...] = (torch.bfloat16, "8bit")
 EARLY_CASES = [
     "plain",
     "groups in bf16 with a schedule",
@@ -103,13 +104,14 @@ def compare_updates_in_backward(name: str, stages: tuple[int, ...]) -> None:
         for stage in stages:
             assert_same_result(scenario.run(stage, IN_BACKWARD), expected, f"{name}, stage {stage}")
         if scenario.options == BF16:
-            slim = Offload(moments=torch.bfloat16, split_master=True)
-            expected = scenario.run(1, slim)
-            for each in (
-                replace(slim, update_in_backward=True),
-                replace(slim, update_in_backward=True, read_back=True),
-            ):
-                assert_same_result(scenario.run(3, each), expected, f"{name}, {each}")
+            for moments in SMALL_MOMENTS:
+                slim = Offload(moments=moments, split_master=True)
+                expected = scenario.run(1, slim)
+                for each in (
+                    replace(slim, update_in_backward=True),
+                    replace(slim, update_in_backward=True, read_back=True),
+                ):
+                    assert_same_result(scenario.run(3, each), expected, f"{name}, {each}")
 
 
 @pytest.mark.parametrize("name", EARLY_CASES)
@@ -182,6 +184,7 @@ RESTING: list[tuple[str, Offload]] = [
     ("frozen parameters", replace(ON_HOST, moments=torch.bfloat16, split_master=True)),
     ("plain in bf16", replace(ON_HOST, update_in_backward=True)),
     ("plain in bf16", replace(ON_HOST, delayed_update_after=1)),
+    ("clipping in bf16", replace(ON_HOST, moments="8bit", delayed_update_after=1)),
     ("plain", replace(ON_HOST, delayed_update_after=1)),
     ("a changing order", ON_HOST),
     ("a moving average in bf16", ON_HOST),
@@ -217,15 +220,52 @@ def test_a_frozen_model_may_rest_on_the_host_without_an_optimizer() -> None:
     assert_same(zeroshard.full_state_dict(model), dict(small().state_dict()))
 
 
+@pytest.mark.parametrize("moments", SMALL_MOMENTS, ids=str)
 @on_ranks(2)
-def test_16_bit_moments_give_the_same_bits_in_every_stage_and_with_every_overlap() -> None:
+def test_small_moments_give_the_same_bits_in_every_stage_and_with_every_overlap(moments: Any) -> None:
     scenario = SCENARIOS["micro-batches and clipping in bf16"]
-    options = Offload(moments=torch.bfloat16)
+    options = Offload(moments=moments)
     expected = scenario.run(2, replace(options, blocking=True))
     assert all(v.dtype is torch.bfloat16 for name, v in expected.states.items() if "exp_avg" in name)
     with slow_host():
         for stage in (0, 3):
             assert_same_result(scenario.run(stage, options), expected, f"stage {stage}")
+    split = replace(options, split_master=True, read_back=True)
+    assert_same_result(scenario.run(1, split), expected, "split master, read back")
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "sgd without moments", "groups in bf16 with a schedule"])
+def test_8_bit_moments_give_the_same_bits_with_every_optimizer_and_however_units_are_divided(name: str) -> None:
+    scenario, options = SCENARIOS[name], Offload(moments="8bit", seed=3)
+    expected = scenario.run(2, replace(options, blocking=True))
+    with slow_host():
+        for stage in (1, 3):
+            assert_same_result(scenario.run(stage, options, max_unit_bytes=400), expected, f"stage {stage}")
+
+
+@pytest.mark.parametrize("moments", SMALL_MOMENTS, ids=str)
+def test_small_moments_on_the_host_and_fp32_moments_on_the_device(moments: Any) -> None:
+    scenario = SCENARIOS["clipping in bf16"]
+    half = Offload(moments=moments, host_fraction=0.5)
+    result = scenario.run(2, half)
+    assert_same_result(scenario.run(3, half), result, "stage 3")
+    dtypes = {value.dtype for name, value in result.states.items() if "exp_avg" in name}
+    assert dtypes == {torch.bfloat16, torch.float32}
+
+
+def test_a_moment_in_8_bits_is_right_while_the_host_updates() -> None:
+    model, optimizer = SCENARIOS["plain in bf16"].begin(2, Offload(moments="8bit"))
+    with slow_host(0.05):
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [dict(state) for state in optimizer.state.values()]
+        read = [state["exp_avg"] * 1 for state in states]
+    zeroshard.synchronize(model)
+    assert all(moment.any() for moment in read)
+    for moment, state in zip(read, states, strict=True):
+        assert torch.equal(moment, state["exp_avg"])
 
 
 def test_any_share_of_the_states_may_live_on_the_host() -> None:

@@ -210,9 +210,10 @@ def validation_loss(seed: int, offload: Offload, steps: int = 110) -> float:
 
 
 @pytest.mark.slow
-def test_16_bit_moments_and_delayed_updates_reach_the_validation_loss_of_the_plain_step_within_one_percent() -> None:
+def test_small_moments_and_delayed_updates_reach_the_validation_loss_of_the_plain_step_within_one_percent() -> None:
     for seed in (0, 1, 2):
         expected = validation_loss(seed, Offload())
         assert expected < 0.9 * torch.tensor(24.0).log(), "it has learnt something"
-        for offload in (Offload(moments=torch.bfloat16, split_master=True), Offload(delayed_update_after=40)):
+        slim = [Offload(moments=moments, split_master=True) for moments in (torch.bfloat16, "8bit")]
+        for offload in (*slim, Offload(delayed_update_after=40)):
             assert validation_loss(seed, offload) == pytest.approx(expected, rel=0.01), f"seed {seed}: {offload}"

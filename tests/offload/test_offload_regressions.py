@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.models import Net, batch, loss_of, net
+from tests.offload.scenarios import adamw, momentum
 from tests.ranks import on_ranks
 from zeroshard import Offload, OffloadError
 from zeroshard.config.table import Place
@@ -190,16 +191,35 @@ def test_a_backward_that_would_change_what_a_gathered_block_shows_is_refused(off
         loss_of(model, 2).backward()
 
 
-def test_momentum_in_16_bits_rounds_after_a_load_as_it_would_have_without() -> None:
-    def sgd() -> tuple[Any, Any]:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        return zeroshard.shard(model, optimizer, stage=2, precision="bf16", offload=Offload(moments=BF16))
+def test_state_from_before_shard_is_encoded_in_8_bits() -> None:
+    model = net()
+    optimizer = adamw(model)
+    for number in range(3):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [{name: value.clone() for name, value in state.items()} for state in optimizer.state.values()]
+    model, sharded = zeroshard.shard(model, optimizer, stage=2, precision="bf16", offload=Offload(moments="8bit"))
+    for mine, theirs in zip(sharded.state_dict()["state"].values(), before, strict=True):
+        assert mine["step"] == theirs["step"] == 3
+        for name in ("exp_avg", "exp_avg_sq"):
+            large = theirs[name].abs() > 1e-3 * theirs[name].abs().max()
+            assert ((mine[name].float() / theirs[name])[large] - 1).abs().max() <= 2**-4
+            assert (mine[name] != 0).any()
 
-    model, optimizer = sgd()
+
+@pytest.mark.parametrize("moments", [BF16, "8bit"], ids=str)
+@pytest.mark.parametrize("make", [momentum, adamw])
+def test_small_moments_round_after_a_load_as_they_would_have_without(make: Any, moments: Any) -> None:
+    def sharded() -> tuple[Any, Any]:
+        model = net()
+        return zeroshard.shard(model, make(model), stage=2, precision="bf16", offload=Offload(moments=moments))
+
+    model, optimizer = sharded()
     for number in range(3):
         step(model, optimizer, number)
-    resumed, resumed_optimizer = sgd()
+    resumed, resumed_optimizer = sharded()
+    step(resumed, resumed_optimizer, 9)  # what was trained before goes
     resumed.load_state_dict(zeroshard.full_state_dict(model))
     resumed_optimizer.load_state_dict(optimizer.state_dict())
     for number in range(3, 6):
@@ -208,4 +228,4 @@ def test_momentum_in_16_bits_rounds_after_a_load_as_it_would_have_without() -> N
     for one, other in zip(
         optimizer.state_dict()["state"].values(), resumed_optimizer.state_dict()["state"].values(), strict=True
     ):
-        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+        assert all(torch.equal(one[name], other[name]) for name in one)

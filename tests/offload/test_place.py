@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.offload.place import stay_on_device, stay_within
+from zeroshard.offload.place import room_for_states, stay_on_device, stay_within
 
 SIZES = st.lists(st.integers(1, 10**10), min_size=1, max_size=20)
 
@@ -48,3 +50,16 @@ def test_a_budget_is_never_exceeded_and_used_as_far_as_it_goes(sizes: list[int],
 
 def test_a_budget_of_nothing_keeps_nothing() -> None:
     assert stay_within([5, 1], 16, 0) == [False, False]
+
+
+def test_the_default_budget_is_a_part_of_what_this_process_may_still_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, memory = torch.device("cuda", 0), {"free": 50_000, "fraction": 1.0}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory["free"], 100_000))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10_000)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12_000)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: memory["fraction"])
+    assert room_for_states(gpu, 1) == 0.6 * 52_000
+    assert room_for_states(gpu, 2) == 0.6 * 27_000, "another rank has the other half of what is free"
+    assert room_for_states(gpu, 1, movable=10_000) == 0.6 * 62_000, "parameters on the GPU move"
+    memory["fraction"] = 0.24
+    assert room_for_states(gpu, 1) == 0.6 * 14_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,23 @@ def test_overflowing_fp16_steps_are_skipped_counted_and_lower_the_scale(stages: 
         assert stats.loss_scale < 2.0**29
         assert stats.grad_norm is not None
         assert math.isfinite(stats.grad_norm)
+
+
+@on_ranks(2)
+def test_with_hysteresis_the_first_overflows_leave_the_scale_also_across_a_checkpoint(tmp_path: Path) -> None:
+    scale = LossScale(initial=2.0**40, hysteresis=3)
+    precision = Precision(parameters=torch.float16, loss_scale=scale)
+    model, optimizer = build(stage=1, precision=precision)
+    scales = []
+    for step in range(5):
+        if step == 2:
+            zeroshard.save(tmp_path / "saved", model, optimizer)
+            model, optimizer = build(stage=1, precision=precision)
+            zeroshard.load(tmp_path / "saved", model, optimizer)
+        run(model, optimizer, steps=1)
+        scales.append(zeroshard.stats(model).loss_scale)
+    assert scales == [2.0**40, 2.0**40, 2.0**39, 2.0**38, 2.0**37]
+    assert zeroshard.stats(model).skipped_steps == 5
 
 
 @on_ranks(2)

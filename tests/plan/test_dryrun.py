@@ -61,6 +61,7 @@ OFFLOADS = {
     "fp32": (2, "fp32", Offload()),
     "fp16": (2, "fp16", Offload(moments=BF16)),
     "in backward": (2, "bf16", Offload(moments=BF16, split_master=True, read_back=True, update_in_backward=True)),
+    "8-bit moments": (2, "bf16", Offload(moments="8bit", split_master=True, read_back=True)),
     "parameters too": (3, "bf16", Offload(parameters="cpu")),
     "half": (2, "bf16", Offload(host_fraction=0.5)),
     "half in stage 3": (3, "bf16", Offload(host_fraction=0.5)),
@@ -72,7 +73,9 @@ OFFLOADS = {
 
 
 @pytest.mark.parametrize("world", [slow(1), 8])
-@pytest.mark.parametrize("name", quick(OFFLOADS, "stage 2", "in backward", "parameters too", "a budget", "delayed"))
+@pytest.mark.parametrize(
+    "name", quick(OFFLOADS, "stage 2", "in backward", "8-bit moments", "parameters too", "a budget", "delayed")
+)
 def test_offloads_run_dry_too_and_are_as_planned(name: str, world: int) -> None:
     """No memory is used and no kernel runs. Device and host are counted separately."""
     stage, precision, offload = OFFLOADS[name]
@@ -168,3 +171,19 @@ def test_the_command_prints_the_traffic_of_checkpoints_next_to_the_plan(capsys: 
     for key in ("volume_model_elements", "checkpoint_traffic"):
         assert told[key]
         assert told[key] == told["plan"][key]
+
+
+def test_a_part_of_the_blocks_is_recomputed_in_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["dryrun", "tiny", "--world", "4", "--stage", "2", "--without-gpu", "--set", "train.batch=64"]
+    peaks = {}
+    for share in ("1", "0.5", "0.3"):
+        chosen = ["--set", f"shard.activations.recompute={share}"]
+        assert main([*asked, *chosen, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["peak"] == pytest.approx(told["plan"]["peak"], rel=0.02)
+        peaks[share] = told["peak"]
+    assert peaks["1"] < peaks["0.5"] < peaks["0.3"]
+    assert main([*asked, "--set", "shard.activations.recompute=0.5"]) == 0
+    assert "2 of 3 blocks recomputed" in " ".join(capsys.readouterr().out.split())
+    assert main([*asked, "--set", "shard.activations.recompute=auto"]) == 2
+    assert 'recompute="auto" is decided where a job runs; give a share' in capsys.readouterr().err

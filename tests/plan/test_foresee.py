@@ -131,25 +131,41 @@ def test_a_message_says_that_no_setting_fits() -> None:
     said = advise(gpu(0.1, host=0.1), 2, stage=3).warning
     assert said is not None
     assert "No stage or offload would fit on 2 rank(s); it takes more ranks" in said
+    assert "Nearest comes stage=3, offload=zeroshard.Offload(" in said
 
 
 @pytest.mark.parametrize(
     ("memory", "shards", "stage", "offload"),
-    [(80, 1, 0, None), (2.2, 1, 0, Offload()), (1.2, 8, 1, None), (0.8, 8, 2, None), (0.6, 8, 3, None)],
+    [
+        (80, 1, 0, None),
+        (2.2, 1, 0, Offload(host_fraction=0.35)),  # the device has room for the other states
+        (1.2, 8, 1, None),
+        (0.8, 8, 2, None),
+        (0.6, 8, 3, None),
+    ],
 )
 def test_auto_changes_as_little_as_fits(memory: float, shards: int, stage: int, offload: Offload | None) -> None:
     advice = advise(gpu(memory), shards, stage="auto", offload="auto")
     assert (advice.stage, advice.offload) == (stage, offload)
     assert advice.chosen is not None
-    assert f"stage {stage}, offload {'none' if offload is None else 'cpu'} chosen" in advice.chosen
+    named = "none" if offload is None else "cpu, 35% of the states"
+    assert f"stage {stage}, offload {named} chosen" in advice.chosen
 
 
-def test_auto_warns_if_no_allowed_setting_fits() -> None:
-    advice = advise(gpu(0.1, host=0.1), 8, stage="auto", offload="auto")
+def test_auto_warns_if_states_fit_and_the_rest_may_not() -> None:
+    advice = advise(gpu(0.3, host=0.1), 8, stage="auto", offload="auto")
+    assert advice.problem is None
     assert advice.chosen is not None
     assert "and even that may not fit" in advice.chosen
     assert advice.warning is not None
     assert "will not fit: a rank needs at least" in advice.warning
+
+
+def test_auto_refuses_if_not_even_states_fit() -> None:
+    advice = advise(gpu(0.1, host=0.1), 8, stage="auto", offload="auto")
+    assert advice.problem is not None
+    assert 'nothing that "auto" may choose fits here. Nearest comes stage 3, offload' in advice.problem
+    assert "but a rank then needs at least" in advice.problem
 
 
 def test_auto_never_changes_results_or_what_a_loop_may_do() -> None:
@@ -160,7 +176,7 @@ def test_auto_never_changes_results_or_what_a_loop_may_do() -> None:
 
 def test_a_stage_that_is_given_stays_and_so_does_an_offload() -> None:
     assert advise(gpu(2.2), 1, stage=2, offload="auto") != Advice(2, None)
-    assert advise(gpu(2.2), 1, stage=2, offload="auto").offload == Offload()
+    assert advise(gpu(2.2), 1, stage=2, offload="auto").offload == Offload(host_fraction=0.35)
     given = Offload(threads=2)
     assert advise(gpu(80), 4, stage="auto", offload=given).offload is given
     assert advise(gpu(80), 4, stage="auto", offload=given).stage == 2

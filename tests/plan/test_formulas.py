@@ -36,6 +36,7 @@ def test_offload_leaves_an_eighth_on_the_device_and_divides_the_rest_among_the_h
     [
         ({}, 14),
         ({"moments": torch.bfloat16}, 10),
+        ({"moments": "8bit"}, 8 + 2 / 64),
         ({"split_master": True}, 14),
         ({"delayed_update_after": 40}, 16),
         ({"delayed_update_after": 40, "split_master": True}, 14),
@@ -44,7 +45,7 @@ def test_offload_leaves_an_eighth_on_the_device_and_divides_the_rest_among_the_h
     ],
     ids=str,
 )
-def test_bytes_a_parameter_on_the_host(options: dict[str, object], bytes_a_parameter: int) -> None:
+def test_bytes_a_parameter_on_the_host(options: dict[str, object], bytes_a_parameter: float) -> None:
     _, host = paper_memory(3, 1, "bf16", HostPart(options=Offload(**options)))
     assert total_bytes(host, 1) == bytes_a_parameter
 

@@ -66,6 +66,7 @@ OFFLOADS: list[tuple[int, str, Offload]] = [
     (2, "fp32", Offload()),
     (2, "bf16", Offload(moments=BF16)),
     (2, "bf16", Offload(split_master=True)),
+    (3, "bf16", Offload(moments="8bit")),
     (3, "bf16", Offload(split_master=True, read_back=True, moments=BF16)),
     (2, "bf16", Offload(host_fraction=0.5)),
     (2, "bf16", Offload(delayed_update_after=1)),

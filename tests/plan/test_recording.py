@@ -126,7 +126,7 @@ def unit(block: int, size: int) -> UnitShape:
 
 def test_more_blocks_stand_before_the_last_one() -> None:
     units = (unit(0, 9), unit(1, 8), unit(2, 7), unit(2, 6), unit(3, 5))
-    outline = Outline(units, Sample((0, 1, 2), (0, 1, 2)), buffers=4)
+    outline = Outline(units, Sample((0, 1, 2), (0, 1, 2)), buffers=4, blocks=("0", "1", "2"))
     more = outline.with_more(2)
     assert more.units == (
         *units[:4],

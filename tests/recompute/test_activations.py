@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zeroshard
+from tests.matrix import slow
 from tests.ranks import on_ranks
 from tests.training import STAGES, adamw
 from zeroshard import Activations
@@ -97,6 +98,24 @@ def assert_same_bits(ours: tuple[Any, ...], theirs: tuple[Any, ...], what: objec
     assert ours[0] == theirs[0], what
     different = [name for name in ours[1] if not torch.equal(ours[1][name], theirs[1][name])]
     assert not different, f"{what}: {different}"
+
+
+@pytest.mark.parametrize("stage", [2, *map(slow, (0, 1, 3))])
+@on_ranks(2)
+def test_checkpoints_of_compiled_blocks_change_no_bit(stage: int) -> None:
+    mesh = mesh_of(1, 2)
+
+    def compiled(options: Activations | None) -> tuple[list[float], dict[str, Tensor]]:
+        torch.compiler.reset()
+        model = build(mesh)
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        model, optimizer = zeroshard.shard(model, adamw(model.parameters()), stage=stage, activations=options)
+        return train(model, optimizer, mesh["dp"].get_local_rank()), zeroshard.full_state_dict(model)
+
+    plain = compiled(None)
+    for options in (Activations(), Activations(partition=True), Activations(partition=True, offload=True)):
+        assert_same_bits(compiled(options), plain, (options, stage))
 
 
 @pytest.mark.slow
@@ -523,9 +542,7 @@ CHOICES: dict[float | str | tuple[str, ...], list[int]] = {
 @on_ranks(1)
 def test_a_share_recomputes_the_first_blocks_and_names_recompute_those(choice: Any) -> None:
     model = Net(depth=4)
-    model, _ = zeroshard.shard(
-        model, adamw(model.parameters()), stage=0, activations=Activations(recompute=choice)
-    )
+    model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=0, activations=Activations(recompute=choice))
     assert runs_of_blocks(model, 4) == CHOICES[choice]
     seen = zeroshard.stats(model)
     assert seen.recomputed_blocks == CHOICES[choice].count(2)

@@ -33,6 +33,7 @@ SETUPS: dict[str, Options] = {
     "offload fp16": {"stage": 3, **FP16, "offload": "cpu"},
     "split": {"stage": 2, **BF16, "offload": Offload(split_master=True)},
     "bf16 moments": {"stage": 3, **BF16, "offload": Offload(split_master=True, moments=torch.bfloat16, seed=5)},
+    "8-bit moments": {"stage": 3, **BF16, "offload": Offload(split_master=True, moments="8bit", seed=5)},
     "read back": {"stage": 2, **BF16, "offload": Offload(split_master=True, read_back=True)},
     "in backward": {"stage": 2, **BF16, "offload": Offload(update_in_backward=True)},
     "half on the host": {"stage": 3, **BF16, "offload": Offload(host_fraction=0.5)},

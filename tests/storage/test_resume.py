@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.matrix import slow
 from tests.ranks import Pool
 from tests.storage.runs import SETUPS, Run, adamw, asgd, difference, momentum
+from zeroshard.offload.codes import TILE, decode, encode
 
 OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "asgd": asgd}
 
@@ -36,7 +38,7 @@ def same_bits(folder: str, setup: str, optimizer: str = "adamw") -> None:
     assert difference(other.everything(), whole.everything()) is None, f"{setup}, {optimizer}"
 
 
-QUICK = ("stage 3", "stage 1 bf16", "fp16", "bf16 moments", "delayed, two micro-batches")
+QUICK = ("stage 3", "stage 1 bf16", "fp16", "bf16 moments", "8-bit moments", "delayed, two micro-batches")
 """Setups that between them have every kind of state."""
 OTHERS = [name for name in SETUPS if name not in QUICK]
 
@@ -49,7 +51,9 @@ def test_resumed_training_has_the_same_bits_on_two_ranks(names: list[str], tmp_p
 @pytest.mark.slow
 def test_resumed_training_has_the_same_bits_with_other_optimizers(tmp_path: Path) -> None:
     cases = [("stage 1", "momentum"), ("stage 3 bf16", "asgd")]
-    cases += [(setup, "momentum") for setup in ("offload", "bf16 moments", "delayed split", "read back")]
+    cases += [
+        (setup, "momentum") for setup in ("offload", "bf16 moments", "8-bit moments", "delayed split", "read back")
+    ]
     Pool.shared().run(run_same_bits, 2, {"folder": str(tmp_path), "cases": cases})
 
 
@@ -117,6 +121,38 @@ def test_a_checkpoint_loads_into_any_other_setup_with_the_same_states(setup: str
         found = Pool.shared().run(load_at, there, {"folder": folder, "setups": names})[0]
         for name, everything in zip(names, found, strict=True):
             assert difference(comparable(everything), expected) is None, f"{setup} on {world} → {name} on {there}"
+
+
+MOMENTS = ("offload", "bf16 moments", "8-bit moments")
+
+
+@pytest.mark.parametrize("setup", MOMENTS)
+def test_moments_of_any_kind_load_as_any_other_kind(setup: str, tmp_path: Path) -> None:
+    """Rounded to the nearest where the kind has fewer bits, and exact where not."""
+    folder = str(tmp_path / "saved")
+    expected = comparable(Pool.shared().run(save_at, 2, {"folder": folder, "setup": setup, "world": 2})[0])
+    for name, found in zip(
+        MOMENTS, Pool.shared().run(load_at, 1, {"folder": folder, "setups": MOMENTS})[0], strict=True
+    ):
+        assert difference(comparable(found)["weights"], expected["weights"]) is None, name
+        for key, state in expected["optimizer"]["state"].items():
+            loaded = found["optimizer"]["state"][key]
+            assert torch.equal(loaded["master"], state["master"])
+            assert loaded["step"] == state["step"]
+            for moment, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
+                values = state[moment].float()
+                if name == "bf16 moments":
+                    values = values.bfloat16().float()
+                elif name == "8-bit moments":
+                    values = in_8_bits(values, dtype)
+                assert torch.equal(loaded[moment].float(), values), f"{name}: {moment}"
+
+
+def in_8_bits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    codes = torch.empty(values.numel(), dtype=dtype)
+    scales = torch.empty(-(-values.numel() // TILE), dtype=torch.uint8)
+    encode(values.flatten(), codes, scales)
+    return decode(codes, scales).float().view(values.shape)
 
 
 def is_parameter(name: str) -> bool:

@@ -52,6 +52,7 @@ READ_BACK = Offload(split_master=True, read_back=True)
         (2, "bf16", Offload(blocking=True)),
         (2, "bf16", Offload(moments=BF16)),
         (2, "bf16", Offload(moments=BF16, split_master=True)),
+        (2, "bf16", Offload(moments="8bit", split_master=True)),
         (2, "bf16", READ_BACK),
         (2, "bf16", Offload(update_in_backward=True)),
         (2, "bf16", Offload(update_in_backward=True, split_master=True, read_back=True)),

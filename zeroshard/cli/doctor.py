@@ -141,7 +141,7 @@ def _host_optimizer() -> Finding:
     except ValueError as error:
         return Finding("host step", str(error), f"unset {VARIABLE}, or name another path", bad=True)
     if choice.simd is Simd.TORCH:
-        fact = f"torch's fused optimizers ({choice.reason}): slower, no 16-bit moments, no split master"
+        fact = f"torch's fused optimizers ({choice.reason}): slower, no moments in 16 or 8 bits, no split master"
     else:
         name = {Simd.AVX512: "AVX-512", Simd.AVX2: "AVX2"}.get(choice.simd, "portable")
         fact = f"native, {name} ({choice.reason}), {threads} threads for one rank"

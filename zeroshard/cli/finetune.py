@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ..config.checks import DTYPES
+from ..config.checks import AUTO, DTYPES
 from ..config.job import CONFIGURATION, DEVICES, Job, changed, job_of, resolve_device
-from ..config.offload import AUTO
 from ..system.machine import device_of_rank
 from .job_options import overrides
 from .running import add_run_options, count_ranks, require_libraries, run_job

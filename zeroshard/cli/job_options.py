@@ -2,9 +2,8 @@
 
 import argparse
 
-from ..config.checks import DTYPES
+from ..config.checks import AUTO, DTYPES
 from ..config.job import DEFAULT_PRESET, NONE, OFFLOAD_TO_HOST, parse_override
-from ..config.offload import AUTO
 
 SHORT_FOR = {
     "stage": "shard.stage",

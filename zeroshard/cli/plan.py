@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from rich.console import Console
 from ..calibrate import measure as calibrate
 from ..comm.process_group import end_process_group, start_process_group
 from ..config.checks import DTYPES
-from ..config.options import Activations, Config
+from ..config.options import AUTO, Activations, Config
 from ..plan import advice, as_json, largest, report
 from ..plan.machine.hardware import MOST, Hardware, find_hardware
 from ..plan.machine.profile import calibrated_file
@@ -73,7 +74,10 @@ def define(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
-        help="store one tensor a block and recompute the rest (default: as the preset has it, else yes)",
+        help="recompute every block in backward, or none (default: as the preset has it, else --recompute auto)",
+    )
+    job.add_argument(
+        "--recompute", type=_share, metavar="S|auto", help="a share of the blocks from 0 to 1, or as few as fit"
     )
     job.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank on the frozen model")
     job.add_argument("--model-parallel", type=int, metavar="M", help="ranks that share each block (default: 1)")
@@ -137,9 +141,13 @@ def _check(arguments: argparse.Namespace) -> None:
         rest = sorted(given - used - {question})
         if question in given and rest:
             raise ValueError(f"--{question} goes alone: --{', --'.join(rest)} would have no effect")
-    for option in ("tokens", "scale", "lora"):
+    for option in ("tokens", "scale", "lora", "recompute"):
         if arguments.max_model and option in given:
             raise ValueError(f"--{option} is about one model; name that, without --max-model")
+    if arguments.recompute is not None and arguments.checkpointing is not None:
+        raise ValueError("--recompute and --checkpointing both say which blocks are recomputed; give one")
+    if arguments.recompute == 0:
+        arguments.checkpointing, arguments.recompute = False, None
     for option in ("partition", "activation-offload"):
         if arguments.checkpointing is False and option in given:
             raise ValueError(f"--{option} is about checkpoints, and --no-checkpointing leaves none")
@@ -239,9 +247,13 @@ def _setup(arguments: argparse.Namespace, subject: Subject, hardware: Hardware) 
     sequence = arguments.seq or subject.sequence
     if subject.longest is not None and sequence > subject.longest:
         raise ValueError(f"--seq {sequence}: {subject.name} takes {subject.longest} tokens at most")
-    checkpointing = arguments.checkpointing
+    checkpointing, recompute = arguments.checkpointing, arguments.recompute
     if checkpointing is None:
-        checkpointing = subject.checkpointing or activations is not None
+        checkpointing = subject.checkpointing or activations is not None or recompute is not None
+        if recompute is None and checkpointing and subject.config is None and subject.factory is None:
+            recompute = AUTO  # a configuration of Hugging Face says nothing of it
+    if recompute is not None:
+        activations = replace(activations or Activations(), recompute=recompute)
     return Setup(
         stage=0,
         world=hardware.gpus // degree,
@@ -276,6 +288,15 @@ def _batch(text: str) -> int | Literal["max"]:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1, or max")
     return int(text)
+
+
+def _share(text: str) -> float | Literal["auto"]:
+    if text == AUTO:
+        return AUTO
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be a share from 0 to 1, or auto")
 
 
 def _span(text: str) -> tuple[int, int]:

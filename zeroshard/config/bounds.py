@@ -1,4 +1,4 @@
-"""Bounds on the buffers of a step. They do not grow with the model (ZeRO's C_B).
+"""Bounds on the buffers of a step, and on the memory that may be used. They do not grow with the model (ZeRO's C_B).
 
 The runtime uses these bounds, and the plan counts with them.
 """
@@ -25,3 +25,7 @@ UPDATE_ELEMENTS = 64 << 20
 
 FIRST_ELEMENTS = 16 << 20
 """As ``UPDATE_ELEMENTS``, for the first call: fewer, so that the next forward's first units are gathered earlier."""
+
+FRAGMENTS = 0.04
+"""Share of a device that stays unused, because torch's caching allocator loses about so much to fragments: memory that
+is free, but in pieces that are too small."""

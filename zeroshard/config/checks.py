@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -40,6 +41,9 @@ from ..system.words import quoted, word
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the names that configuration files and command lines use."""
+
+AUTO: Literal["auto"] = "auto"
+"""The value of an option that leaves a choice to the plan."""
 
 Requirement = Callable[[Any], Any]
 """Returns the value that is stored, or raises ``ValueError`` with a text such as "must be at least 1"."""
@@ -222,12 +226,16 @@ class _Type(NamedTuple):
     requirements: Sequence[Requirement]
 
 
-def _types(section: type[Section]) -> dict[str, _Type]:
+def _find_types(section: type[Section]) -> dict[str, _Type]:
     found = {}
     for name, hint in get_type_hints(section, include_extras=True).items():
         hint, *requirements = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         found[name] = _Type(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,), requirements)
     return found
+
+
+_types: Callable[[Any], dict[str, _Type]] = cache(_find_types)
+"""``_find_types``, once a class: "auto" makes hundreds of options."""
 
 
 def _checked(value: Any, kinds: Sequence[Any], requirements: Sequence[Requirement]) -> Any:

@@ -20,9 +20,8 @@ import torch
 
 from ..system.parse import LARGEST_TOML, parse_toml, read_start
 from ..system.words import quoted, word
-from .checks import DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table, unsigned
+from .checks import AUTO, DTYPES, Mistake, Section, at_least, list_of, must, nearest, read_table, unsigned
 from .finetune import FilesConfig, LanguageModelConfig
-from .offload import AUTO
 from .options import Config, Precision
 
 DEFAULT_PRESET: Final = "stdlib-10m"

@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal, Self, cast
 import torch
 
 from ..system.cores import MOST_THREADS
-from .checks import Mistake, Options, list_of, must, unsigned, whole
+from .checks import AUTO, Mistake, Options, list_of, must, unsigned, whole
 from .layout import ALIGNMENT
 
-AUTO: Literal["auto"] = "auto"
 ALLOWANCES = ("moments", "update_in_backward", "delayed_update_after")
 """The options that change results, or what a training loop may do."""
 

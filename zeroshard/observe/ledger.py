@@ -44,6 +44,13 @@ class Memory:
     def total(self) -> int:
         return sum(getattr(self, entry.name) for entry in fields(self) if entry.name != "place")
 
+    def asleep(self, host: Memory | None) -> tuple[Memory, Memory]:
+        """Device memory and host memory, where this memory of the device is asleep on the host. Buffers stay."""
+        host = Memory(place=Place.HOST) if host is None else host
+        names = [entry.name for entry in fields(self) if entry.name not in ("place", "buffers")]
+        sums = {name: getattr(self, name) + getattr(host, name) for name in names}
+        return Memory(buffers=self.buffers), replace(host, **sums)
+
     @property
     def model_states(self) -> int:
         """What the papers' formulas count: parameters, gradients and optimizer states."""

@@ -1,7 +1,7 @@
 """The host optimizer where there is no native library: torch's own optimizers, with casts before and after.
 
 Torch makes several passes over memory instead of one. Its results agree with the native kernel within rounding.
-``place.py`` refuses 16-bit moments and split masters here, which torch does not have.
+``place.py`` refuses moments in 16 and 8 bits and split masters here, which torch does not have.
 """
 
 from __future__ import annotations

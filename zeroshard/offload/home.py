@@ -58,8 +58,8 @@ class HostHome(Home, FlatStates):
         """The norm of the first micro-batch's gradient, if it was computed on the device."""
         self._part_norms: dict[int, Tensor] | None = None
         """The norm of each parameter's part of it."""
-        self._loading: dict[str, Tensor] = {}
-        """The values of one piece's moments in fp32, until they are encoded in 8 bits."""
+        self._loading: tuple[Piece, str, Tensor] | None = None
+        """The values of one moment in fp32, until they are encoded in 8 bits."""
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -343,26 +343,41 @@ class HostHome(Home, FlatStates):
         return found
 
     def room_for(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor | None:
-        if self.buffers.coded and self.takes(name):
-            self._loading[name] = torch.empty(piece.numel, device="cpu")
-            return self._loading[name]
-        return self.buffers.moments(piece).get(name)
+        if not (self.buffers.coded and self.takes(name)):
+            return self.buffers.moments(piece).get(name)
+        self._encode_loaded()
+        room = torch.empty(piece.numel, device="cpu")
+        self._loading = piece, name, room
+        return room
+
+    def _encode_loaded(self) -> None:
+        if self._loading is not None:
+            self.buffers.store_moment(*self._loading)
+            self._loading = None
 
     def take_scalars(self, piece: Piece, scalars: dict[str, Any], *, moments: bool) -> None:
-        for name, values in self._loading.items():
-            self.buffers.store_moment(piece, name, values)
-        self._loading.clear()
+        self._encode_loaded()
         count = int(scalars.get("step", 1 if moments else 0))
         if count:
             self.counts[piece] = count
 
     def forget_states(self) -> None:
         self._pipeline.wait()
+        self._loading = None  # of a load that failed
         self.counts = dict.fromkeys(self.counts, 0)
         self.buffers.forget_moments()
 
     def takes(self, name: str) -> bool:
         return name in self.buffers.moment_names
+
+    # -- asleep ---------------------------------------------------------------------------------------------------
+
+    def resting_on_device(self) -> list[Tensor]:
+        return [] if self.transfer.target is None else [self.transfer.target]
+
+    def woke(self) -> None:
+        if self.transfer.target is not None:
+            self.transfer.publish_to(self.transfer.target)
 
     # -- for the ledger -------------------------------------------------------------------------------------------
 

@@ -168,7 +168,8 @@ class HostBuffers:
     def forget_moments(self) -> None:
         """Sets all moments to 0."""
         for name in self.moment_names:
-            self.tensors[name].zero_()  # a code of 0 is the number 0 whatever its scale is
+            for buffer in (name, name + SCALES) if self.coded else (name,):
+                self.tensors[buffer].zero_()
 
     def total(self) -> Tensor:
         """The buffer for sums, made with the first call."""

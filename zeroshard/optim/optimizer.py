@@ -31,8 +31,11 @@ class Passes(Protocol):
     def order(self) -> list[Flat]:
         """Trainable flats in the order in which backward reduces them."""
 
-    def check_no_block_open(self, doing: str) -> None:
-        """Raises while a ``gathered`` block shows parameters."""
+    def check_ready(self, doing: str) -> None:
+        """Raises while a ``gathered`` block shows parameters, or while the states sleep in host memory."""
+
+    def check_awake(self, doing: str) -> None:
+        """Raises while the states sleep in host memory."""
 
     def check_structure(self) -> None:
         """Raises if parameters were added or replaced since ``shard()``."""
@@ -128,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        self._passes.check_no_block_open("step()")
+        self._passes.check_ready("step()")
         self._passes.check_structure()
         for updates in self._updates:
             updates.before_step()
@@ -169,6 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Call it on all ranks between backward and ``step()``; returns the norm before clipping.
         """
         with self._during("clip_grad_norm_()"):
+            self._passes.check_awake("clip_grad_norm_()")
             self._passes.agree("clip_grad_norm_()")
             norm = self._treatment.clip(max_norm)
         for flat in self._flats:
@@ -198,11 +202,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's format, on the CPU of every rank. Collective: call it on all ranks."""
         with self._during("optimizer.state_dict()"):
+            self._passes.check_awake("optimizer.state_dict()")
             return self.piece_states.state_dict(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a whole state, as ``state_dict()`` or the unsharded optimizer gave it. Collective."""
         with self._during("optimizer.load_state_dict()"):
+            self._passes.check_awake("optimizer.load_state_dict()")
             self.piece_states.load_state_dict(self.param_groups, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

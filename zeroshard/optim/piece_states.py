@@ -55,7 +55,11 @@ class PieceStates:
 
     def on_device(self) -> list[Tensor]:
         """The states that live on the device, for the memory ledger."""
-        return [tensor for states in self._states_of.values() for tensor in states.device_states()]
+        return [tensor for states in self.by_flat().values() for tensor in states]
+
+    def by_flat(self) -> dict[Flat, list[Tensor]]:
+        """The states that live on the device."""
+        return {flat: states.device_states() for flat, states in self._states_of.items()}
 
     def take_over(self, original: torch.optim.Optimizer) -> None:
         """Cuts state that the optimizer already has into pieces."""

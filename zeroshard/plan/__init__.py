@@ -8,5 +8,5 @@ or talk to other ranks.
 Rooms inside, each imports only those before it: ``machine``, ``time``, ``model``, ``memory``, ``papers``. Read
 ``setup`` first (how a model is trained), then ``model``, ``memory``, ``volume`` (communication), ``time`` and
 ``advice`` (all stages and offloads side by side). There are two doors: ``advice.plan`` for the command line and
-``foresee.Foresight`` for ``shard()``.
+``foresee.Foresight`` for ``shard()``, whose "auto" chooses from ``candidates``.
 """

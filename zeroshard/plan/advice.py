@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from ..config.offload import Offload
+from ..config.options import AUTO, Activations
 from .machine.hardware import Hardware
 from .memory.budget import WORKSPACE, Budget, budget
-from .model.model import Model
 from .model.source import Subject
 from .model.trace import Trace
 from .setup import Setup
@@ -53,12 +53,21 @@ def variants(stage: int, setup: Setup, hardware: Hardware) -> Iterator[Variant]:
         yield Variant("cpu, parameters too", Offload(parameters="cpu"))
 
 
+class Traced(Protocol):
+    """A model that has a trace for every setup."""
+
+    @property
+    def parameters(self) -> int: ...
+
+    def trace(self, setup: Setup) -> Trace: ...
+
+
 @dataclass(frozen=True)
 class Row:
     """The plan of one stage and offload."""
 
     variant: Variant
-    model: Model | Trace
+    model: Traced | Trace
     setup: Setup
     hardware: Hardware
 
@@ -112,6 +121,11 @@ class Row:
         return self.room >= 0 and self.host_room >= 0  # without offload too: checkpoints may be on the host
 
     @property
+    def recomputed(self) -> int:
+        """The number of blocks that are recomputed."""
+        return self.traced.blocks - len(self.traced.kept) if self.setup.checkpointing else 0
+
+    @property
     def tokens_a_second(self) -> float | None:
         """The sum over all ranks."""
         return None if self.time is None else tokens_a_step(self.setup) / self.time.total
@@ -125,8 +139,23 @@ def plan(subject: Subject, setup: Setup, hardware: Hardware, batch: int | Litera
             asked = replace(setup, stage=stage, offload=variant.offload, batch=1 if batch == "max" else batch)
             if batch == "max":
                 asked = replace(asked, batch=largest_batch(subject, asked, hardware))
-            found.append(_row(variant, subject, asked, hardware))
+            found.append(with_fewest_recomputed(_row(variant, subject, asked, hardware)))
     return found
+
+
+def with_fewest_recomputed(row: Row, fits: Callable[[Row], bool] = lambda row: row.fits) -> Row:
+    """With ``recompute="auto"``: the row that recomputes as few blocks as fit, all if that does not fit either."""
+    options = row.setup.activations
+    if options is None or options.recompute != AUTO:
+        return row
+
+    def recomputing(first: int) -> Row:
+        chosen = replace(options, recompute=Activations.share(first, row.traced.blocks)) if first else None
+        return replace(row, setup=replace(row.setup, checkpointing=first > 0, activations=chosen))
+
+    # One more block that is recomputed never raises the peak, so the answer is found by halving.
+    first = bisect_left(range(row.traced.blocks), True, key=lambda first: fits(recomputing(first)))
+    return recomputing(first)
 
 
 def _row(variant: Variant, subject: Subject, setup: Setup, hardware: Hardware) -> Row:

@@ -70,6 +70,7 @@ def _row(row: Row) -> dict[str, Any]:
         "stage": row.setup.stage,
         "offload": row.variant.name,
         "batch": row.setup.batch,
+        "recomputed_blocks": row.recomputed,
         "fits": row.fits,
         "room": row.room,
         "host_room": row.host_room,

@@ -37,7 +37,8 @@ def shard_options(setup: Setup) -> list[str]:
         found.append(f"offload=zeroshard.Offload({given})" if given else 'offload="cpu"')
     if setup.activations is not None:
         activations = setup.activations
-        names = [f"{name}=True" for name in ("partition", "offload") if getattr(activations, name)]
+        names = [f"recompute={_written(activations.recompute)}"] if activations.recompute != 1 else []
+        names += [f"{name}=True" for name in ("partition", "offload") if getattr(activations, name)]
         names += [f"prefetch={activations.prefetch}"] if activations.prefetch != 1 else []
         found.append(f"activations=zeroshard.Activations({', '.join(names)})")
     return found
@@ -69,7 +70,7 @@ def _train_options(setup: Setup, subject: Subject) -> Iterator[str]:
     usual, planned = subject.activations or Activations(), setup.activations
     if planned is None and subject.activations is not None:
         yield "--set shard.activations=none"
-    for name in ("partition", "offload") if planned is not None else ():
+    for name in ("recompute", "partition", "offload") if planned is not None else ():
         if getattr(planned, name) != getattr(usual, name):
             yield f"--set shard.activations.{name}={str(getattr(planned, name)).lower()}"
     for name in STAGE_3_ONLY if setup.stage < 3 else ():

@@ -82,12 +82,14 @@ class Comparison:
 
     def table(self) -> Table:
         degree = self.job.train.tensor_parallel
+        traced = from_config(self.job.gpt).trace(self._setup)
         title = [
             self.job.name,
             f"{self.run.parameters / 1e9:.2f}B parameters" + (" a tensor-parallel rank" if degree > 1 else ""),
             f"stage {self.config.stage}",
             *(["offload cpu"] if self.config.offload is not None else []),
             *([f"tensor parallel {degree}"] if degree > 1 else []),
+            *([f"{traced.blocks - len(traced.kept)} of {traced.blocks} blocks recomputed"] if traced.kept else []),
             f"rank {self.rank} of {self.world}",
             "memory of this GPU" if self.run.real else "shapes without values",
         ]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..api import shard, stats
 from ..comm.traffic import Traffic
 from ..config.offload import Offload
-from ..config.options import Config
+from ..config.options import AUTO, Config
 from ..observe.ledger import Memory
 from ..offload.place import room_for_states
 from ..runtime import Runtime, runtime_of
@@ -101,6 +101,10 @@ def dry_run(
     config = Config.parse(options)
     if config.chooses_offload:
         raise ValueError('offload="auto" is chosen where a job starts; name one to run it dry')
+    if config.activations is not None and config.activations.recompute == AUTO:
+        raise ValueError(
+            'recompute="auto" is decided where a job runs; give a share to run it dry: see `zeroshard plan`'
+        )
     offload = _as_run(config.offload, world, real)
     options["offload"] = offload
     with compat.one_rank_of(world, rank):

@@ -21,16 +21,18 @@ from ..config.options import Config
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
 from ..offload.place import DEVICE_SHARE
+from ..recompute.choice import Sizes, said, sizes_of
 from ..system import machine as facts
 from ..system.device import available_memory
 from ..system.sizes import size_text
-from .advice import Row, Variant, change, recommend, variants
+from .advice import Row, Variant, change, recommend, variants, with_fewest_recomputed
 from .candidates import SAVES_MEMORY, more_allowed, offloads, title, used
 from .command import shard_options
 from .machine.hardware import Hardware, profile_of
 from .memory.device_memory import KIND_TITLES, DeviceMemory
 from .memory.model_states import STATES_SHARE
 from .model.module import examine, first_values, has_kernel, setup_of
+from .model.trace import Trace
 from .model.tracer import samples_of, tokens_of
 
 SPARE = 0.05
@@ -84,6 +86,15 @@ def least(rooms: Sequence[Room]) -> Room:
     return Room(device, host, first.local_ranks, first.title, first.on_cpu)
 
 
+class Decision(NamedTuple):
+    """How many blocks to recompute, with ``Activations(recompute="auto")``."""
+
+    recomputed: int
+    sizes: Sizes
+    """Of the inputs in the example that it is decided for."""
+    reason: str
+
+
 @dataclass(frozen=True)
 class Advice:
     """The settings that ``shard()`` takes, and the messages it prints."""
@@ -96,6 +107,7 @@ class Advice:
     """What does not fit, if something does not."""
     problem: str | None = None
     """Why "auto" has nothing to choose. ``shard()`` raises it."""
+    decision: Decision | None = None
 
 
 class Foresight:
@@ -111,7 +123,8 @@ class Foresight:
         )
         self._model, self.activations = examine(model, config, self._setup)
         if self.counts_activations:
-            self._setup = replace(self._setup, checkpointing=self._model.recomputes, activations=config.activations)
+            recomputes = self._model.recomputes if isinstance(self._model, Trace) else True
+            self._setup = replace(self._setup, checkpointing=recomputes, activations=config.activations)
             batch, sequence = tokens_of(config.example)
             self._setup = replace(self._setup, batch=batch or samples_of(config.example), sequence=sequence or 1)
         self._offloads = optimizer is None or has_kernel(optimizer)
@@ -130,7 +143,13 @@ class Foresight:
     def row(self, stage: int, variant: Variant) -> Row:
         """The plan of one stage and offload."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)
-        return Row(variant, self._model, setup, self.hardware)
+        row = Row(variant, self._model, setup, self.hardware)
+        if isinstance(self._model, Trace):
+            return row
+        # The plan is not exact, so as after a measured step one block more than are kept must fit.
+        none = replace(row, setup=replace(setup, checkpointing=False, activations=None))
+        spare = max(0.0, row.room - none.room) / row.traced.blocks
+        return with_fewest_recomputed(row, lambda other: self.fits(other) and other.room >= spare)
 
     def fits(self, row: Row) -> bool:
         """True if the row fits, with some host memory to spare.
@@ -139,6 +158,13 @@ class Foresight:
         """
         spare = 0 if self.room.on_cpu or row.setup.offload is None else SPARE * self.room.host
         return row.fits and row.host_room >= spare and self._leaves_room(row, STATES_SHARE)
+
+    def _may_fit(self, row: Row) -> bool:
+        """False if it is certain that memory runs out: by the whole plan, or by model states and buffers alone."""
+        if self.counts_activations:
+            return row.fits
+        certain = row.budget.at_step.model_states + row.budget.at_step.buffers
+        return certain <= self.hardware.usable_device_memory and row.host_room >= 0
 
     def _leaves_room(self, row: Row, share: float) -> bool:
         return self.counts_activations or row.budget.at_step.model_states <= share * self.room.device
@@ -151,14 +177,27 @@ class Foresight:
         if config.stage != "auto" and not config.chooses_offload:
             row = self.row(config.stage, Variant(name_of(config.offload), config.offload))
             warning = None if row.fits else self.refusal(row)
-            return Advice(cast(Any, config.stage), config.offload, warning=warning)
+            return Advice(cast(Any, config.stage), config.offload, warning=warning, decision=self._decision(row))
         rows = list(self._candidates(config.choice, config.stage))
         best = recommend([row for row in rows if self.fits(row)])
-        taken = best or max(rows, key=lambda row: (row.fits, _shortest_room(row)))
+        taken = best or max(rows, key=lambda row: (self._may_fit(row), row.fits, *_nearness(row)))
         stage, offload = cast(Any, taken.setup.stage), taken.setup.offload
-        if not taken.fits:
+        if not self._may_fit(taken):
             return Advice(stage, offload, problem=self.problem(taken))
-        return Advice(stage, offload, self._reason(taken, best is not None, rows))
+        warning = None if taken.fits else self.refusal(taken)
+        reason = self._reason(taken, best is not None, rows)
+        return Advice(stage, offload, reason, warning, decision=self._decision(taken))
+
+    def _decision(self, row: Row) -> Decision | None:
+        """What the plan decides of ``recompute="auto"``. None without an example, and where states fill the device."""
+        offload = row.setup.offload
+        fills = offload is not None and offload.host_fraction == "auto" and offload.device_memory is None
+        if isinstance(self._model, Trace) or fills:
+            return None
+        every = replace(row, setup=replace(row.setup, checkpointing=True, activations=self.config.activations))
+        taken = row.budget.peak.total - every.budget.peak.total
+        reason = said(row.recomputed, row.traced.blocks, max(0, taken), max(0.0, every.room))
+        return Decision(row.recomputed, sizes_of(self.config.example), f"{reason}, by the plan")
 
     def _candidates(self, choice: OffloadChoice | None, asked: int | str) -> Iterator[Row]:
         """The settings that "auto" may choose. By default none changes results or restricts the training loop."""
@@ -183,9 +222,9 @@ class Foresight:
             found = on_host(percent)
             return found.room >= SPARE * self.room.device and self._leaves_room(found, DEVICE_SHARE)
 
-        percent = bisect_left(range(1, 100), True, key=has_room) + 1
-        if percent < 100:
-            yield on_host(percent)
+        less = on_host(bisect_left(range(1, 100), True, key=has_room) + 1)
+        if less.budget.host.total < row.budget.host.total:
+            yield less
 
     def _worthwhile(self, stage: int, variant: Variant) -> bool:
         """True if the offload is useful in this stage: first divide, then offload (ZeRO-Offload, 4.2).
@@ -249,7 +288,7 @@ class Foresight:
         """Says why a row cannot fit, with sizes by kind, and what would fit."""
         lacks = ", and ".join(self._lacks(row, by_kind(row.budget.peak)))
         told = f"stage {row.setup.stage}, offload {row.variant.name} will not fit: a rank needs {lacks}."
-        return f"{told} {self.counted()} {self.suggestion(self.fitting())}"
+        return f"{told} {self.counted()} {self._remedy()}"
 
     def _lacks(self, row: Row, kinds: str = "") -> Iterator[str]:
         """What a row needs and does not get."""
@@ -269,22 +308,25 @@ class Foresight:
             f'nothing that "auto" may choose fits here. Nearest comes stage {nearest.setup.stage}, offload '
             f"{nearest.variant.name}, but a rank then needs {lacks}. {self.counted()}"
         )
+        return f"{told} {self._remedy()}"
+
+    def _remedy(self) -> str:
+        """The call with more allowances that would fit, if "auto" was asked for. Otherwise settings that would fit."""
         for choice in more_allowed(self.config.choice) if self.config.choice is not None else ():
             best = recommend([row for row in self._candidates(choice, self.config.stage) if self.fits(row)])
             if best is not None:
-                return (
-                    f"{told} This would fit: {choice} (stage {best.setup.stage}, offload {best.variant.name}: "
-                    f"{_size(best)}). It changes results or what the training loop may do; see zeroshard.Offload."
-                )
-        return f"{told} {self.suggestion(self.fitting())}"
+                setting = f"stage {best.setup.stage}, offload {best.variant.name}: {_size(best)}"
+                return f"This would fit: {choice} ({setting}). It changes results, or what the training loop may do."
+        return self.suggestion(self.fitting())
 
     def suggestion(self, rows: Sequence[Row]) -> str:
         """Names the first rows that fit."""
         if not rows:
             more = "more ranks, a smaller batch or activation checkpointing"
-            least = max(self._everything(), key=_shortest_room)
+            least = max(self._everything(), key=_nearness)
             named = f"{', '.join(shard_options(least.setup))} ({_size(least)})"
-            return f"No stage or offload would fit on {self.shards} rank(s): nearest comes {named}. It takes {more}."
+            nearest = "" if self.fits(least) else f" Nearest comes {named}."
+            return f"No stage or offload would fit on {self.shards} rank(s); it takes {more}.{nearest}"
         named = "; ".join(f"{', '.join(shard_options(row.setup))} ({_size(row)})" for row in rows[:SUGGESTED])
         return f"What would fit: {named}."
 
@@ -321,7 +363,7 @@ class Foresight:
         if taken.budget.host.total:
             told += f"; {size_text(taken.budget.host.total)} of {size_text(self.room.host)} on the host"
         told += "".join(f". {reason}" for reason in self._reasons(taken))
-        return f"{told}. {self.counted()}" + ("" if fits or not taken.fits else f" {self.suggestion(self.fitting())}")
+        return f"{told}. {self.counted()}" + ("" if fits or not taken.fits else f" {self._remedy()}")
 
     def _reasons(self, taken: Row) -> Iterator[str]:
         """For each allowance that was used: why."""
@@ -378,5 +420,6 @@ def _is_plain(row: Row) -> bool:
     )
 
 
-def _shortest_room(row: Row) -> float:
-    return min(row.room, row.host_room)
+def _nearness(row: Row) -> tuple[float, float]:
+    """A key to sort by: bytes that are lacking on device and host together, then the bytes that stay free."""
+    return min(0, row.room) + min(0, row.host_room), min(row.room, row.host_room)

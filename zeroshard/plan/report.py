@@ -45,7 +45,8 @@ BOUNDS = {
 def print_title(rows: Sequence[Row], subject: Subject, hardware: Hardware, console: Console) -> None:
     """Prints what is planned, and for which hardware."""
     setup = rows[0].setup
-    checkpointed = ", checkpointed" if setup.checkpointing else ""
+    checkpointed = ", checkpointed" if all(row.setup.checkpointing and not row.traced.kept for row in rows) else ""
+    checkpointed = ", some blocks recomputed" if _some_recomputed(rows) else checkpointed
     tokens = f" × {setup.sequence}" if rows[0].traced.tokens_known else ""
     batch = f"batch {setup.batch}" if len({row.setup.batch for row in rows}) == 1 else "largest batch"
     console.print(
@@ -64,9 +65,12 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     table.add_column("offload", no_wrap=True)
     if len(batches) > 1:
         table.add_column("batch", justify="right", no_wrap=True)
+    some = _some_recomputed(rows)
+    if some:
+        table.add_column("again", justify="right", no_wrap=True)
     bars = console.width >= WIDE
     gathers = any(row.volume.checkpoints_gathered for row in rows)
-    width = BAR - COLUMN * (gathers + (len(batches) > 1))
+    width = BAR - COLUMN * (gathers + some + (len(batches) > 1))
     if bars:
         table.add_column(f"peak, of {hardware.device_memory / GB:.4g} GB", no_wrap=True)
     for title in ("GB", "room", "host", "fits", "volume"):
@@ -74,7 +78,7 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     if gathers:
         table.add_column("P_a", justify="right", no_wrap=True)
     timed = any(row.time is not None for row in rows)
-    bounds = timed and console.width >= NARROW + COLUMN * (gathers + (len(batches) > 1))
+    bounds = timed and console.width >= NARROW + COLUMN * (gathers + some + (len(batches) > 1))
     if timed:
         table.add_column("step", justify="right", no_wrap=True)
     if bounds:
@@ -83,6 +87,8 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
         cells: list[str | Text] = [str(row.setup.stage), row.variant.name]
         if len(batches) > 1:
             cells.append(str(row.setup.batch))
+        if some:
+            cells.append(f"{row.recomputed}/{row.traced.blocks}")
         if bars:
             cells.append(_bar(row.budget.peak, hardware, width))
         host = row.budget.host.total
@@ -109,10 +115,16 @@ def print_rows(rows: Sequence[Row], best: Row | None, hardware: Hardware, consol
     console.print(
         "GB: the peak of one rank. room: what stays free after driver and allocator. host: GB of one rank, whose part "
         f"of the node is {_gb(hardware.host_memory_per_rank)}."
+        + (" again: blocks that run again in backward." if some else "")
         + (" P_a: checkpoints that model-parallel ranks gather in a step." if gathers else "")
         + (f" step: {_reason(rows)}." if timed and any(row.span and row.span[0] < row.span[1] for row in rows) else ""),
         highlight=False,
     )
+
+
+def _some_recomputed(rows: Sequence[Row]) -> bool:
+    """True if rows differ in the blocks that are recomputed, or recompute a part of them."""
+    return any(row.traced.kept for row in rows) or len({row.setup.checkpointing for row in rows}) > 1
 
 
 def _step(row: Row) -> str:
@@ -156,6 +168,9 @@ def print_recommendation(
     console.print(f"Take stage {setup.stage}, offload {best.variant.name}: {why}.", style="bold", highlight=False)
     if setup.offload is not None and setup.offload.update_in_backward:
         console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")
+    if best.traced.kept or (_some_recomputed(rows) and not setup.checkpointing):
+        number = f"{best.recomputed} of {best.traced.blocks} blocks" if best.recomputed else "no block"
+        console.print(f"It recomputes {number}: there is room for the activations of the others.", highlight=False)
     call = f"model, optimizer = {command.shard_call(setup)}"
     for line in _broken(call, ", ", ",") + _broken(command.torchrun_command(setup, hardware, subject), " --", " \\"):
         console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)

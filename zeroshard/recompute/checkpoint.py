@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from ..config.options import Activations
 from ..system import compat
 from ..system.hook import Hook
 from ..system.structures import map_leaves, map_tensors
+from .choice import Choice
 from .saved_input import MovedInput, SavedInput
 from .store import CheckpointStore, VersionWatch
 
@@ -87,19 +88,29 @@ def _no_call() -> None:
     """Stands for the call before the first one."""
 
 
-class _RecomputedForward(Hook):
-    """The forward of a recomputed block. It warns if ``torch.compile`` compiles a graph around the block."""
+class RecomputedForward(Hook):
+    """The forward of a recomputed block. What is compiled is the forward inside, not what stores and recomputes."""
 
-    __slots__ = ("_warn",)
+    __slots__ = ("_compiled", "_ordinary", "_warn")
 
-    def __init__(self, forward: Callable[..., Any], warn: Callable[[], None]) -> None:
-        super().__init__(forward)
+    def __init__(
+        self,
+        run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+        forward: Callable[..., Any],
+        warn: Callable[[], None],
+    ) -> None:
+        super().__init__(compat.untraced(run))
+        self._ordinary = self._compiled = forward
         self._warn = compat.untraced(warn)
+
+    def compile(self, compiler: compat.Compiler | None) -> None:
+        """Compiles the forward inside. None: makes it ordinary again."""
+        self._compiled = compat.compiled(compiler, self._ordinary)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._warn()
-        return self._function(*args, **kwargs)
+        return self._function(self._compiled, args, kwargs)
 
 
 class ActivationCheckpoints:
@@ -111,22 +122,30 @@ class ActivationCheckpoints:
         self._calls = 0
         self._compared: set[str] = set()
         self._warned = False
-        self.recomputed = 0
-        """How many blocks a forward recomputes."""
-        self.reason: str | None = None
-        """Why so many, if this was to be decided."""
+        self.blocks = 0
+        """How many blocks are recomputed, or may be."""
+        self.choice: Choice | None = None
+        """With ``recompute="auto"``: decides how many of them are."""
+        self._first = 0
+        """Blocks are recomputed if their number is below this, in the forward that runs."""
 
     def attach(self, model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
         """Recomputes the given blocks. ``zeroshard.checkpoint`` inside the model's forward saves its inputs here."""
-        model.register_forward_pre_hook(Hook(self._begin), prepend=True)
+        model.register_forward_pre_hook(Hook(self._begin), prepend=True, with_kwargs=True)
         model.register_forward_hook(Hook(self._end), always_call=True)
-        self.recomputed = len(blocks)
-        for name, module in blocks:
-            module.forward = self._recomputed(name, module.forward)
+        self.blocks = self._first = len(blocks)
+        for number, (name, module) in enumerate(blocks):
+            module.forward = self._recomputed(number, name, module.forward)
 
-    def _recomputed(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+    @property
+    def recomputed(self) -> int:
+        """How many blocks are recomputed, in a forward that needs no more memory than what was measured."""
+        decided = None if self.choice is None else self.choice.decided
+        return self.blocks if decided is None else decided
+
+    def _recomputed(self, number: int, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def recomputed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if number >= self._first or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if compat.in_backward():
                 raise RuntimeError(
@@ -138,40 +157,57 @@ class ActivationCheckpoints:
                     f"{name!r} is recomputed by activations=, which would write to its key-value cache twice; train "
                     "with model.config.use_cache = False"
                 )
-            return self.run(forward, args, kwargs)
+            return self.run(forward, args, kwargs, number)
 
-        return _RecomputedForward(recomputed, lambda: self._warn_of_compilation(name))
+        return RecomputedForward(recomputed, forward, lambda: self._warn_of_compilation(name))
 
     def _warn_of_compilation(self, name: str) -> None:
         """Names one block, of many that are compiled alike."""
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{name!r} is compiled around what activations= recomputes, and so runs uncompiled, it and blocks "
-                "like it; compile each block by itself, not the model, and before shard(), as in "
-                "model.blocks[0] = torch.compile(model.blocks[0])",
+                f"{name!r}, which activations= recomputes, was called by a compiled function that does not call the "
+                "model itself, and so runs uncompiled, it and blocks like it; compile each block by itself, as in "
+                "model.blocks[0].compile(), or compile what calls the model",
                 stacklevel=2,
             )
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not compat.in_backward():
             self._last, self._calls = _no_call, 0
             _active.append(self)
+            if self.choice is not None and torch.is_grad_enabled() and not compat.in_transform():  # it hides sizes
+                self._first = self.choice.begin_forward((args, kwargs))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if not compat.in_backward() and self in _active:
             del _active[_active.index(self) :]
+            if self.choice is not None:
+                self.choice.end_forward()
+                self._first = self.blocks  # a block that user code calls by itself may be given anything
 
-    def run(self, function: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-        """Calls a function now, and again in backward with its saved inputs."""
+    def run(
+        self,
+        function: Callable[..., Result],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        block: int | None = None,
+    ) -> Result:
+        """Calls a function now, and again in backward with its saved inputs. ``block``: the number of the block."""
+        measured = self.choice if self.choice is not None and self.choice.measuring else None
         call = Call(self, (args, kwargs), self._last, f"checkpoint {self._calls}")
         self._last = weakref.ref(call)
         self._calls += 1
         now: list[Any] = [(args, kwargs)]
 
         def body(_: Tensor) -> Result:
+            if not now and measured is not None:
+                measured.recomputes(call)
+            counting = _NOTHING
+            if now and measured is not None and block is not None:
+                counting = measured.saving(call, block, now[0])
             positional, named = now.pop() if now else call.take(self.store.options.prefetch)
-            with _inside(self):
+            with _inside(self), counting:
                 return function(*positional, **named)
 
         # The tensor tells torch which device's random state to save.
@@ -201,6 +237,8 @@ class ActivationCheckpoints:
             )
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
 _active: list[ActivationCheckpoints] = []
 """The checkpoints of the models whose forward is running, outermost first."""
 
@@ -228,6 +266,11 @@ def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     True
     """
     if _active:
-        return _active[-1].run(function, args, kwargs)
+        return _run(function, args, kwargs)
     result: Result = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     return result
+
+
+@compat.untraced
+def _run(function: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    return _active[-1].run(function, args, kwargs)

@@ -31,6 +31,7 @@ from ..states.unit import Unit
 from ..system import compat, trace
 from ..system.hook import Hook
 from .border import Border
+from .compiled import Compiled
 from .lifetimes import Lifetimes
 from .outputs import OF_MODEL, OF_UNIT, AttributeOutputs, hook_outputs
 from .reducer import Reducer
@@ -66,6 +67,7 @@ class Schedule:
         self._sharded = table.parameters.extent is Extent.SHARD
         self.lifetimes = Lifetimes(units, config, sharded=self._sharded)
         self._transforms = Transforms(units, self.lifetimes, sharded=self._sharded, scaled=scaler is not None)
+        self._compiled = Compiled(model, units)
         self._passing = _Passing()
         self._running: list[Unit] = []
         """Units whose forward is running, outermost first."""
@@ -91,7 +93,14 @@ class Schedule:
         for unit in self._units[1:]:
             forward_hooks(unit.module, partial(self._before_unit, unit), self._after_hooks[unit])
         forward_hooks(model, self._before_model, Hook(self._after_model))
+        callers = {unit.module: set(unit.module.modules()) for unit in self._units[1:]}
+        owner_callers: dict[nn.Module, None] = {}
         for module in owners_of_root:
+            # A hook inside a unit would cut the unit's compiled graph in two, so the unit's own call has it.
+            around = [caller for caller, inside in callers.items() if module in inside]
+            for caller in around or [module]:
+                owner_callers[caller] = None
+        for module in owner_callers:
             module.register_forward_pre_hook(Hook(self._before_owner))
         before, after = self._gradient_hooks()
         for flat in self._reducer.flats:
@@ -138,7 +147,7 @@ class Schedule:
         return self._border.enter(args), self._border.enter(kwargs)
 
     def _begin_forward(self) -> None:
-        self._structure.check()
+        self._compiled.look(changed=self._structure.check())
         self._watchdog.begin_pass(FORWARD if torch.is_grad_enabled() else EVALUATION)
         self.discard_failed_backward()
         self._check_still_frozen()

@@ -106,6 +106,19 @@ class Lifetimes:
         for unit in self._units:
             unit.graphs.clear()
 
+    def release_all(self, doing: str) -> None:
+        """Releases every unit, between two steps. Raises if a graph of user code needs one."""
+        self._end_reads(self._read)
+        self._end_leaving([])
+        self._turning.clear()
+        for unit in self._units:
+            if unit.graphs:
+                raise RuntimeError(
+                    f"{doing} while a graph of yours needs parameters of {unit.title!r}, as a penalty does until its "
+                    "backward; run that backward, or drop what was computed"
+                )
+            unit.release()
+
     # -- forward --------------------------------------------------------------------------------------------------
 
     def prepare_forward(self, outdated: Set[Flat]) -> None:

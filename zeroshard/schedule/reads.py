@@ -13,7 +13,7 @@ from typing import Any
 from ..comm.fabric import Fabric
 from ..comm.watchdog import StallError
 from ..shown.absent import Use
-from ..states.flat import Flat
+from ..states.flat import SLEEPING, Flat, Presence
 from ..states.unit import Graph, Unit
 from ..system import compat
 from ..system.callers import user_level
@@ -46,6 +46,8 @@ class Reads:
 
     def _bring(self, use: Use) -> None:
         for flat in _flats(use):
+            if flat.presence is Presence.ASLEEP:
+                raise RuntimeError(f"{use.function} needs the value of parameter {use.names[0]!r}, and {SLEEPING}")
             self._check_lasts(flat, use)
             self._wait_if_whole(flat, use)
         units = self._units(use)

@@ -64,6 +64,14 @@ class Reducer:
         self.stop_agreed = False
         """Some rank wanted training to end when the ranks last agreed. The same on all ranks."""
 
+        self.recompute_asked = self.recompute_agreed = -1
+        """How many blocks this rank must recompute, and the maximum when the ranks last agreed. -1: it is not asked."""
+
+    @property
+    def backwards(self) -> int:
+        """The number of backward passes until now."""
+        return self._backwards
+
     def propose_order(self, forward: list[Unit]) -> None:
         """Remembers the order of the first forward. In the first agreement all ranks take rank 0's order."""
         if self._proposal is None:
@@ -128,7 +136,7 @@ class Reducer:
         for gradient in self.gradients:
             gradient.read_changes()
         self._begin_order()
-        self.stop_agreed = self.stop_asked
+        self.stop_agreed, self.recompute_agreed = self.stop_asked, self.recompute_asked
         if self._fabric.world > 1:
             self._compare(purpose)
         for flat in self.order:
@@ -206,7 +214,7 @@ class Reducer:
         shapes = self._buffers.shapes if self._fabric.model.world == 1 else 0
         changes = sum(gradient.changes for gradient in self.gradients) % 2**62
         same = [zlib.crc32(purpose.encode()), self._backwards, changes, shapes, *(lane.hash for lane in lanes)]
-        values = [*same, *(-value for value in same), self.stop_asked, written]
+        values = [*same, *(-value for value in same), self.stop_asked, self.recompute_asked, written]
         for flat in self.order:
             gradient = flat.gradient
             values += [*gradient.used, gradient.unreduced, flat in self._incomplete]
@@ -236,7 +244,7 @@ class Reducer:
             if lane_differs:
                 raise DisagreementError(self._first_difference(lane))
         self._buffers.uneven = differ[3]
-        self.stop_agreed = bool(next(agreed))
+        self.stop_agreed, self.recompute_agreed = bool(next(agreed)), next(agreed)
         self._buffers.differ = bool(next(agreed)) or self._buffers.differ  # an earlier agreement of this step counts
         self._idle = set()
         for flat in self.order:

@@ -70,11 +70,13 @@ class Structure:
         self._outlined = list(dict.fromkeys([*self._outlined, *lists]))
         self._outline = compat.outline(self._outlined)
 
-    def check(self) -> None:
-        """Raises if a parameter was added or replaced. Costs next to nothing if nothing was registered."""
-        if self.changed or compat.outline(self._outlined) != self._outline:
-            self.changed = True
-            self._compare()
+    def check(self) -> bool:
+        """Raises if a parameter was added or replaced. Returns whether anything was registered, else at little cost."""
+        if not self.changed and compat.outline(self._outlined) == self._outline:
+            return False
+        self.changed = True
+        self._compare()
+        return True
 
     def name_in(self, module: nn.Module) -> str | None:
         """The name of a sharded module with parameters that is in this module, if there is any."""
@@ -123,9 +125,8 @@ def leave(wrapper: str) -> str:
     remedy = f"leave {wrapper} out: shard() averages the gradients"
     if wrapper == DistributedDataParallel.__name__:
         remedy += (
-            ". Accelerate puts it around the model in prepare(): call accelerator.prepare_model(model, "
-            "evaluation_mode=True) instead. So does Hugging Face's Trainer: set model._is_accelerate_prepared = True "
-            "before train()"
+            ". Hugging Face's libraries put it around the model: use ShardedAccelerator of "
+            "zeroshard.integrations.accelerate, or ShardedTrainer of zeroshard.integrations.transformers"
         )
     return remedy
 

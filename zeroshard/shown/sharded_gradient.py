@@ -53,6 +53,9 @@ SCALING = {"mul_": False, "multiply_": False, "div_": True, "divide_": True, "tr
 CASTS = frozenset(("to", "float", "double", "half", "bfloat16"))
 """Functions that may give the stand-in itself, if it has their dtype."""
 
+MEMORY = frozenset(("untyped_storage", "storage_offset", compat.IS_VIEW, compat.COMPATIBLE))
+"""Functions about memory, which are answered for the one element that is there. Code that copies or compiles asks."""
+
 SAME = frozenset(("detach", "detach_", "requires_grad_", "contiguous"))
 """Functions that return the stand-in itself."""
 
@@ -217,7 +220,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return repr(first)
     if name in SAME:
         return first
-    if name in FACTS or name in ("untyped_storage", compat.COMPATIBLE) or (name == "type" and len(args) == 1):
+    if name in FACTS or name in MEMORY or (name == "type" and len(args) == 1):
         with compat.plain():
             return func(*args, **kwargs)
     if name in LIKE or name in STRIDES:

@@ -59,6 +59,9 @@ class DeviceHome(Home):
         """Asks for the averaged gradient, for the optimizer, in the master's dtype."""
         return Request(self._stash, self.flat.master_dtype, self.flat.gradient.there)
 
+    def resting_on_device(self) -> list[Tensor]:
+        return [self._master, *self.flat.pieces.values()]
+
     def on_device(self) -> StateTensors:
         return StateTensors(*self._stash.tensors(), [self._master] if self.separate_master else [])
 

@@ -41,6 +41,8 @@ from .home import Home, Publication
 from .turns import Turns
 from .writes import Writes
 
+SLEEPING = "the model's states sleep in host memory; call zeroshard.restore_states(model) first, on all ranks"
+
 
 class Presence(Enum):
     """Whether a flat's whole parameters can be read."""
@@ -51,6 +53,8 @@ class Presence(Enum):
     """A gather fills them."""
     UPDATING = auto()
     """They are whole at rest, and the host updates them. Their gathers are issued in turn (``Turns``)."""
+    ASLEEP = auto()
+    """All states of the flat wait in host memory (``sleep.py``). Whoever needs them is refused."""
     PRESENT = auto()
 
 
@@ -202,6 +206,8 @@ class Flat:
             self.start_gather()
         elif self.presence is Presence.UPDATING:
             self._turns.gather_up_to(self)
+        elif self.presence is Presence.ASLEEP:
+            raise self.asleep()
 
     def prefetch(self) -> None:
         """Gathers ahead of need. If that has to wait for the host: only where other ranks wait for this rank."""
@@ -238,7 +244,7 @@ class Flat:
         ``watched``: for user code, whose every use of them is seen. Else for a pass of the model.
         """
         assert self.presence is not Presence.RELEASED, f"{self.label} was not gathered"
-        if self.presence is Presence.UPDATING:
+        if self.presence is Presence.UPDATING or self.presence is Presence.ASLEEP:
             self.gather()
         if self.presence is Presence.UNDER_WAY:
             if self._pending is not None:
@@ -269,7 +275,7 @@ class Flat:
 
     def release(self) -> None:
         """Gives the whole parameters' memory back. Does nothing if they are whole at rest."""
-        if not self.sharded or self.presence is Presence.RELEASED:
+        if not self.sharded or self.presence in (Presence.RELEASED, Presence.ASLEEP):
             return
         self.finish_gather()
         written = False
@@ -289,6 +295,10 @@ class Flat:
         self.presence = Presence.RELEASED
         if written:
             raise self.writes.lost()
+
+    def asleep(self) -> RuntimeError:
+        """The error of whoever needs the parameters while they sleep."""
+        return RuntimeError(f"the parameters of {self.label!r} are needed, and {SLEEPING}")
 
     def lend(self, *, data: bool = False) -> None:
         """Notes that user code sees the parameters. ``data``: also ``.data`` or ``to_local()``.

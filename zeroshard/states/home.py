@@ -275,6 +275,16 @@ class Home(ABC):
         """Raises if this step's update is made already."""
         return
 
+    # -- asleep (``sleep.py``) ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def resting_on_device(self) -> list[Tensor]:
+        """Tensors in device memory that are there between two steps, besides the flat's own."""
+
+    def woke(self) -> None:
+        """Called when these tensors have other device memory than before."""
+        return
+
     # -- for the memory ledger ------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -85,7 +85,7 @@ def collect(
 ) -> Contents:
     """Everything that this rank has to write. Waits for updates under way; no tensor is read yet."""
     fabric = runtime.fabric
-    runtime.check_no_block_open("save()")
+    runtime.check_ready("save()")
     if runtime.optimizer is not None:
         runtime.optimizer.settle("save()")
     items: list[Item] = []

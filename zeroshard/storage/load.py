@@ -82,7 +82,7 @@ def _load_newest(path: str | os.PathLike[str], wanted: _Wanted, *, allow_older: 
     finish_latest(runtime)
     with together(fabric):
         check_optimizer(runtime, wanted.optimizer, "load")
-        runtime.check_no_block_open("load()")
+        runtime.check_ready("load()")
         if runtime.optimizer is not None:
             runtime.optimizer.settle("load()")
         folders = candidates(Path(path).absolute())

@@ -149,9 +149,14 @@ def together(fabric: Fabric) -> Iterator[Answers]:
 
 def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
     """Runs work on rank 0 that may take longer than ranks wait for each other. Raises on all ranks if it fails."""
+    while_all_wait(fabric, work if fabric.rank == 0 else None)
+
+
+def while_all_wait(fabric: Fabric, work: Callable[[], object] | None) -> None:
+    """Runs the work that some ranks have, however long it takes. Raises on all ranks if it fails. Collective."""
     done, problems = threading.Event(), []
 
-    def run() -> None:
+    def run(work: Callable[[], object]) -> None:
         try:
             work()
         except Exception as error:
@@ -159,8 +164,8 @@ def on_rank_zero(fabric: Fabric, work: Callable[[], object]) -> None:
         finally:
             done.set()
 
-    if fabric.rank == 0:
-        threading.Thread(target=run, name="zeroshard rank 0", daemon=True).start()
+    if work is not None:
+        threading.Thread(target=run, args=(work,), name=f"zeroshard rank {fabric.rank}", daemon=True).start()
     else:
         done.set()
     wait_on_all(fabric, done)

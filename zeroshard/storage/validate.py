@@ -168,6 +168,8 @@ def _check_shared(shared: Node) -> None:
     if (scale := progress["loss_scale"]).value is not None:
         scale["scale"].must(scale["scale"].number() > 0, "above 0")
         scale["good_steps"].count()
+        if "overflows" in scale.table():  # older checkpoints do not count them
+            scale["overflows"].count()
     if (host := progress["host"]).value is not None:
         host["delaying"].count()
         host["micro_batches"].count()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -118,6 +120,15 @@ def expand_segments() -> None:
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [settings, "expandable_segments:True"])))
 
 
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The innermost pair of hooks for tensors that autograd saves. No public function tells."""
+    found: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )
+    assert found is not None
+    return found
+
+
 def version(tensor: Tensor) -> int:
     """How many times a tensor was written in place, as autograd counts."""
     return int(tensor._version)
@@ -181,6 +192,90 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""``torch.compile`` with the options of one of the user's calls of it: backend, mode, fullgraph, dynamic and others."""
+
+
+def compiled_calls(modules: Sequence[nn.Module]) -> list[Callable[..., Any] | None]:
+    """What runs instead of each module's ordinary call: what ``module.compile()`` has made, or ``set_call``."""
+    return [module._compiled_call_impl for module in modules]
+
+
+def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Calls of a module go to ``call``. None: the ordinary way, hooks and forward."""
+    module._compiled_call_impl = call
+
+
+def ordinary_call(module: nn.Module) -> Callable[..., Any]:
+    """The ordinary call of a module, with its hooks, compiled or not."""
+    return module._call_impl
+
+
+def compiler_of(compiled: Any) -> Compiler | None:
+    """The compiler that has made a function or module. None if ``torch.compile`` has not made it.
+
+    A function that ``torch.compile`` has made keeps it in a method that tells the options of Inductor.
+    """
+    tell = getattr(compiled, "get_compiler_config", None)
+    return None if tell is None else cast(Compiler, tell.__closure__[0].cell_contents)
+
+
+def compiled(compiler: Compiler | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function, unless there is no compiler or the user has kept torch.compile from the function."""
+    return function if compiler is None or getattr(function, "_torchdynamo_disable", False) else compiler(function)
+
+
+_codes: list[Any] = []
+"""The code of functions that ``torch.compile`` and ``torch.compiler.disable`` make, once they are needed."""
+
+
+def surrounding_compiler() -> Compiler | None:
+    """The compiler of the innermost compiled function that runs now, around an untraced function that asks.
+
+    None if that is inside another untraced function.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return None
+    if not _codes:
+        compiled = torch.compile(_nothing, backend="eager")
+        _codes.extend((compiled.__code__, torch.compiler.disable(_nothing).__code__))
+    compiled_code, untraced_code = _codes
+    frame, untraced_frames = sys._getframe(), 0
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_code is untraced_code:
+            untraced_frames += 1
+            if untraced_frames == 2:
+                return None
+        elif frame.f_code is compiled_code:
+            return cast(Compiler, frame.f_locals["self"])
+    return None
+
+
+def _nothing() -> None:
+    pass
+
+
+def running_codes() -> Iterator[CodeType]:
+    """The code of all functions that run now on this thread, innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def is_uncompiled_part(running: CodeType, function: CodeType) -> bool:
+    """Whether code that runs is a function, or its part after a graph that was cut, and not what was compiled of it."""
+    return (
+        running.co_filename == function.co_filename
+        and (
+            running.co_name == function.co_name
+            or running.co_name.startswith(f"torch_dynamo_resume_in_{function.co_name}_")
+        )
+        and function.co_firstlineno <= running.co_firstlineno <= max(line or 0 for *_, line in function.co_lines())
+        and not any(name.startswith(("__compiled_fn", "__resume_at")) for name in running.co_names)
+    )
+
+
 def outline(modules: list[nn.Module]) -> list[tuple[type, int]]:
     """The class of each module and its number of children. Cheap enough for every forward."""
     return [(module.__class__, len(module._modules)) for module in modules]
@@ -196,6 +291,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def bases(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that these tensors are views of. A view keeps the object of its base, and with it the memory."""
+    return [tensor._base for tensor in tensors if tensor._base is not None]
+
+
 def set_data(tensors: Sequence[Tensor], memories: Sequence[Tensor]) -> None:
     """``point`` for tensors that are no DTensors, whatever their classes do. One call for every gather and release."""
     with plain():
@@ -207,25 +307,28 @@ def point(tensor: Tensor, memory: Tensor) -> None:
     """Gives a tensor other memory. The object stays.
 
     For a plain tensor this is ``.data =``. For a DTensor it replaces the local part, which ``.data =`` does not change.
-    The DTensor itself has a dtype and a device. If these change, its content is exchanged too.
+    The DTensor itself has a dtype and a device. If these change, its content is exchanged too. It also has a place in
+    memory, and ``torch.compile`` raises if that is not its local part's. Placeholders, which no graph sees, are at 0.
     """
     if not isinstance(tensor, DTensor):
         tensor.data = memory
     elif tensor.dtype is memory.dtype and tensor.device == memory.device:
+        if memory.storage_offset() not in (0, tensor.storage_offset()):
+            tensor.data = _distributed(memory, tensor)
         tensor._local_tensor = memory
     else:
-        real: Tensor = DTensor.from_local(
-            memory,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        real: Tensor = _distributed(memory, tensor)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, requires_grad=tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, real)
+
+
+def _distributed(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor with this local part, and the shape and placements of another."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def mesh_ranks(mesh: DeviceMesh) -> Any:
@@ -245,6 +348,8 @@ plain: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
 COMPATIBLE = "_has_compatible_shallow_copy_type"
 """The function by which ``.to()`` asks whether a tensor can take the memory of another."""
+IS_VIEW = "_is_view"
+"""One of the functions by which ``torch.compile`` describes the gradients of a graph's parameters."""
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """The name of the function by which ``torch.amp.GradScaler`` unscales gradients."""
 
@@ -335,6 +440,13 @@ def writes(operation: Any) -> bool:
     return bool(operation._schema.is_mutable)
 
 
+def written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation changes."""
+    named = [*zip(operation._schema.arguments, args, strict=False)]
+    named += [(argument, kwargs[argument.name]) for argument in operation._schema.arguments if argument.name in kwargs]
+    return [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+
+
 def operation_name(operation: Any) -> str:
     """The name of an operation, such as ``empty_like``, without its overload."""
     return str(operation._opname)
@@ -395,7 +507,12 @@ def one_rank_of(world: int, rank: int) -> Iterator[None]:
 
 def untraced(function: Function) -> Function:
     """Makes ``torch.compile`` break the graph at a hook instead of tracing it."""
-    return cast(Function, torch.compiler.disable(function))
+    reason = (
+        "zeroshard.shard() gathers, releases and reduces parameters here, which no graph can contain; fullgraph=True "
+        "is for modules that are one unit each, as in `for block in model.blocks: block.compile(fullgraph=True)`; "
+        "where a block is several units, a larger max_unit_bytes makes it one"
+    )
+    return cast(Function, torch.compiler.disable(function, reason=reason))
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

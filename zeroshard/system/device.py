@@ -1,6 +1,10 @@
-"""The memory of a device that this process may still use, and which processes of a job share a GPU."""
+"""The memory of a device: what this process may still use, has in use, and had in use at most; who shares a GPU."""
 
 from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
 
 import torch
 
@@ -25,3 +29,29 @@ def available_memory(device: torch.device, sharing: int = 1) -> int:
 def identity(device: torch.device) -> str:
     """A text that is the same on all processes that use a GPU, whatever number each of them gives it."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def used_memory(device: torch.device) -> int:
+    """Bytes of device memory that this process has in use; on a GPU, those that torch has allocated."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def begin_peak(device: torch.device) -> None:
+    """Forgets the peak until now, where that is possible: on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use since ``begin_peak``. On a CPU: since the process began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return max(used_memory(device), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)  # the latter may be late
+
+
+def release_cached(device: torch.device) -> None:
+    """Gives memory back that torch's allocator has for tensors of other sizes. Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -24,8 +24,9 @@ class Hook(NotCopyable):
     __slots__ = ("_function",)
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = compat.untraced(function)
+        self._function = function
 
+    @compat.untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 

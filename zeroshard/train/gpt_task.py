@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..comm.process_group import start_process_group
 from ..config.job import Job
+from ..config.options import Config
 from ..system.device import available_memory
 from ..system.machine import usable_cores
 from .checkpoints import Origin
@@ -49,8 +50,8 @@ class GPTTask:
     def headline(self) -> str:
         """Return the sizes of the model, a step and the corpus."""
         job, here, corpus = self._job, self._here, self._corpus
-        offload = job.shard.get("offload")
-        offload = "" if offload is None else f", offload {offload if isinstance(offload, str) else 'cpu'}"
+        chosen = Config.parse(job.shard)
+        offload = ", offload auto" if chosen.chooses_offload else "" if chosen.offload is None else ", offload cpu"
         if here.tensor_parallel > 1:
             offload += f", tensor parallel {here.tensor_parallel}"
         sizes = [here.data_ranks, *([job.train.micro_batches] if job.train.micro_batches > 1 else [])]

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 
-from tests.huggingface import gpt2
+from tests.huggingface import gpt2, under_torchrun
 from tests.loops.corpus.models import GPT, sentences
 from tests.loops.harness import EVERYWHERE, Corpus, Log, Parallel, Refusal
 
 corpus = Corpus()
-REFUSED = "DistributedDataParallel was put around.*Accelerate.*prepare_model.*Trainer.*_is_accelerate_prepared"
-
-
-@contextmanager
-def under_torchrun() -> Iterator[None]:
-    """Inside, the library finds the environment of torchrun."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # not looked up: the process group is there already
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, **address}
-    with mock.patch.dict(os.environ, environment):
-        try:
-            yield
-        finally:
-            AcceleratorState._reset_state(True)
-            GradientState._reset_state()
+REFUSED = "DistributedDataParallel was put around.*ShardedAccelerator.*ShardedTrainer"
 
 
 @corpus.loop(
@@ -40,7 +19,7 @@ def under_torchrun() -> Iterator[None]:
     Refusal(
         EVERYWHERE,
         REFUSED,
-        "`model, optimizer = accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)`",
+        "`ShardedAccelerator(...)` of `zeroshard.integrations.accelerate` in place of `Accelerator(...)`",
     ),
     clips=True,
     slow=True,
@@ -48,15 +27,15 @@ def under_torchrun() -> Iterator[None]:
 def accelerate(parallel: Parallel, line: bool = False) -> Log:
     from accelerate import Accelerator
 
+    from zeroshard.integrations.accelerate import ShardedAccelerator
+
     net = GPT()
     model, optimizer = parallel.unwrapped(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     losses, norms = [], []
     with under_torchrun():
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        if line:
-            model, optimizer = accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare(optimizer)
-        else:
-            model, optimizer = accelerator.prepare(model, optimizer)
+        kind = ShardedAccelerator if line else Accelerator
+        accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+        model, optimizer = accelerator.prepare(model, optimizer)
         for step in range(6):
             with accelerator.accumulate(model):
                 _, loss = model(*sentences(step))
@@ -71,18 +50,22 @@ def accelerate(parallel: Parallel, line: bool = False) -> Log:
 
 @corpus.loop(
     "Hugging Face's Trainer with `optimizers=(optimizer, scheduler)`, accumulation and its own clipping",
-    Refusal(EVERYWHERE, REFUSED, "`model._is_accelerate_prepared = True` before `Trainer(model, ...)`"),
+    Refusal(
+        EVERYWHERE,
+        REFUSED,
+        "`ShardedTrainer(...)` of `zeroshard.integrations.transformers` in place of `Trainer(...)`",
+    ),
     clips=True,
     slow=True,
 )
 def trainer(parallel: Parallel, line: bool = False) -> Log:
     from transformers import Trainer, TrainingArguments
 
+    from zeroshard.integrations.transformers import ShardedTrainer
+
     net = gpt2()
     model, optimizer = parallel.unwrapped(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    if line:
-        model._is_accelerate_prepared = True
     generator = torch.Generator().manual_seed(0)
     texts = [{"input_ids": row, "labels": row} for row in torch.randint(3, 100, (24, 9), generator=generator)]
     with under_torchrun(), tempfile.TemporaryDirectory() as folder:
@@ -98,7 +81,8 @@ def trainer(parallel: Parallel, line: bool = False) -> Log:
             use_cpu=True,
             disable_tqdm=True,
         )
-        loop = Trainer(model, arguments, train_dataset=texts, optimizers=(optimizer, scheduler))
+        kind = ShardedTrainer if line else Trainer
+        loop = kind(model, arguments, train_dataset=texts, optimizers=(optimizer, scheduler))
         loop.train()
     logs = [entry for entry in loop.state.log_history if "grad_norm" in entry]
     return {"losses": [entry["loss"] for entry in logs], "norms": [entry["grad_norm"] for entry in logs]}

@@ -223,6 +223,15 @@ def compile_model(parallel: Parallel) -> Log:
     return {"losses": _train(model, optimizer)}
 
 
+@corpus.loop("`block.compile(fullgraph=True)` for every block", slow=True)
+def compile_blocks_in_place(parallel: Parallel) -> Log:
+    net = Net(depth=2)
+    model, optimizer = parallel(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    for block in net.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return {"losses": _train(model, optimizer)}
+
+
 @corpus.loop("`torch.compile(block)` for every block", slow=True)
 def compile_blocks(parallel: Parallel) -> Log:
     net = Net(depth=2)

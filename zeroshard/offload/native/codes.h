@@ -22,13 +22,13 @@ constexpr int64_t GROUP = is_code(kind) ? int64_t(TILE) : int64_t(LANES);
 template <Kind kind>
 constexpr int LOST = is_code(kind) ? 20 : kind == BF16 ? 16 : 0;
 
-// Rounds stochastically: up with a probability equal to the part that is lost. `random` is below 2^16. The result has
-// no meaning in its lost bits.
+// Rounds stochastically: up with a probability equal to the part that is lost. Uses the lower half of the random bits.
+// The result has no meaning in its lost bits.
 template <Kind kind>
 inline Words rounded(Floats x, Words random) {
   if constexpr (LOST<kind> == 0) return bits(x);
-  if constexpr (LOST<kind> == 16) return bits(x) + random;
-  return bits(x) + (random << 4 | 8u);
+  if constexpr (LOST<kind> == 16) return bits(x) + (random & 0xFFFFu);
+  return bits(x) + ((random << 4 & 0xFFFF0u) | 8u);
 }
 
 // The same for any x. From the largest finite value of the kind on, the lower bits are cut off instead: a finite value
@@ -77,7 +77,7 @@ class Codes {
       : codes_((uint8_t*)arrays.moments[number] + begin),
         scale_(arrays.scales[number] + begin / TILE),
         begin_(begin),
-        base_(base(*scale_)) {}
+        base_(base(Words{} + *scale_)) {}
 
   Floats read(int64_t index) const {
     const Words code = widen_bytes(codes_ + (index - begin_));
@@ -94,22 +94,15 @@ class Codes {
 
   // Finds the scale, and writes the codes.
   void finish() {
-    *scale_ = uint8_t(largest_lane(largest_) >> 23);
-    const Words base = Words{} + Codes::base(*scale_);
-    const Floats smallest = floats((base + 1) << LOST<kind>) * 0x1p-31f;
+    const Words scale = largest_lane(largest_) >> 23;
+    base_ = base(scale);
+    *scale_ = uint8_t(scale[0]);
+    const Floats smallest = floats((base_ + 1) << LOST<kind>) * 0x1p-16f;
+    for (int vector = 0; vector < TILE / LANES; vector += 4) {
+      Integers codes[4];
 #pragma GCC unroll 4
-    for (int vector = 0; vector < TILE / LANES; ++vector) {
-      const Words rounded = rounded_[vector];
-      if constexpr (kind == POSITIVE_CODES) {
-        const Words upper = rounded >> LOST<kind>;
-        narrow_bytes(codes_ + vector * LANES, (upper > base ? upper : base) - base);
-      } else {
-        const Words magnitude = rounded & ~SIGN, upper = magnitude >> LOST<kind>;
-        // The lowest bits are random. They do not tell whether the number was rounded up: higher ones do.
-        const Floats chance = __builtin_convertvector((Integers)((rounded << 16) >> 1), Floats) * smallest;
-        const Words least = floats(magnitude) > chance ? Words{} + 1 : Words{};
-        narrow_bytes(codes_ + vector * LANES, (upper > base ? upper - base : least) | (rounded >> 24 & 0x80u));
-      }
+      for (int number = 0; number < 4; ++number) codes[number] = code_of(rounded_[vector + number], smallest);
+      narrow_bytes(codes_ + vector * LANES, codes);
     }
   }
 
@@ -118,14 +111,27 @@ class Codes {
   static constexpr uint32_t SIGN = 0x80000000u;
 
   // What is subtracted from the upper bits of a number. The largest element of a tile gets a code near LARGEST.
-  static uint32_t base(uint8_t scale) {
-    constexpr uint32_t octaves = LARGEST >> 3;
-    return scale > octaves ? (scale - octaves) << 3 : 0;
+  static Words base(Words scale) {
+    const Words octaves = Words{} + (LARGEST >> 3);
+    return ((scale > octaves ? scale : octaves) - octaves) << 3;
+  }
+
+  // Below 0: the smallest code. `smallest` is the number of code 1, divided by 2^16.
+  Integers code_of(Words rounded, Floats smallest) const {
+    if constexpr (kind == POSITIVE_CODES) return (Integers)((rounded >> LOST<kind>)-base_);
+    const Words magnitude = rounded & ~SIGN & (~0u << LOST<kind>), floor = base_ << LOST<kind>, large = magnitude > floor;
+    Words code = (magnitude - floor) >> LOST<kind>;
+    if (__builtin_expect(!all(large), false)) {
+      // The lowest bits are random. They do not tell whether the number was rounded up: higher ones do.
+      const Floats chance = __builtin_convertvector((Integers)(rounded & 0xFFFFu), Floats) * smallest;
+      code = large ? code : (Words)(floats(magnitude) > chance) & 1u;
+    }
+    return (Integers)(code | (rounded >> 24 & 0x80u));
   }
 
   uint8_t *codes_, *scale_;
   int64_t begin_;
-  uint32_t base_;
+  Words base_;
   Words rounded_[TILE / LANES];
   Words largest_{};
 };

@@ -97,29 +97,49 @@ inline void narrow_high(uint16_t* to, Words x) {  // from the upper halves
 }
 
 inline Words widen_bytes(const uint8_t* from) {
-  return __builtin_convertvector(load<Bytes>(from), Words);
-}
-
-inline void narrow_bytes(uint8_t* to, Words x) {  // from the lowest bytes
 #if LANES == 16
-  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
 #elif LANES == 8
-  const __m256i lowest = _mm256_set1_epi32(0x0C080400);
-  const __m256i packed = _mm256_shuffle_epi8((__m256i)x, lowest);
-  const __m128i joined = _mm_unpacklo_epi32(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
-  _mm_storel_epi64((__m128i*)to, joined);
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #else
-  store(to, __builtin_convertvector(x, Bytes));
+  return __builtin_convertvector(load<Bytes>(from), Words);
 #endif
 }
 
-inline uint32_t largest_lane(Words x) {
+inline void narrow_bytes(uint8_t* to, const Integers (&x)[4]) {  // four vectors of at most 255; below 0 becomes 0
 #if LANES == 16
-  return _mm512_reduce_max_epu32((__m512i)x);
+  const __m512i low = _mm512_packus_epi32((__m512i)x[0], (__m512i)x[1]);
+  const __m512i high = _mm512_packus_epi32((__m512i)x[2], (__m512i)x[3]);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
+#elif LANES == 8
+  const __m256i low = _mm256_packus_epi32((__m256i)x[0], (__m256i)x[1]);
+  const __m256i high = _mm256_packus_epi32((__m256i)x[2], (__m256i)x[3]);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order));
+#else
+  for (int number = 0; number < 4; ++number) {
+    store(to + number * LANES, __builtin_convertvector(x[number] > 0 ? x[number] : Integers{}, Bytes));
+  }
+#endif
+}
+
+inline Words largest_lane(Words x) {  // in every lane
+#if LANES == 16
+  __m512i y = (__m512i)x;
+  y = _mm512_max_epu32(y, _mm512_shuffle_i64x2(y, y, 0x4E));
+  y = _mm512_max_epu32(y, _mm512_shuffle_i64x2(y, y, 0xB1));
+  y = _mm512_max_epu32(y, _mm512_shuffle_epi32(y, _MM_PERM_BADC));
+  return (Words)_mm512_max_epu32(y, _mm512_shuffle_epi32(y, _MM_PERM_CDAB));
+#elif LANES == 8
+  __m256i y = (__m256i)x;
+  y = _mm256_max_epu32(y, _mm256_permute2x128_si256(y, y, 1));
+  y = _mm256_max_epu32(y, _mm256_shuffle_epi32(y, 0x4E));
+  return (Words)_mm256_max_epu32(y, _mm256_shuffle_epi32(y, 0xB1));
 #else
   uint32_t largest = 0;
   for (int lane = 0; lane < LANES; ++lane) largest = x[lane] > largest ? x[lane] : largest;
-  return largest;
+  return Words{} + largest;
 #endif
 }
 
@@ -190,6 +210,17 @@ inline bool has_nan(Floats x) {
 #else
   (void)x;
   return true;
+#endif
+}
+
+inline bool all(Words x) {
+#if LANES == 16
+  return _mm512_movepi32_mask((__m512i)x) == 0xFFFF;
+#elif LANES == 8
+  return _mm256_movemask_ps((__m256)x) == 0xFF;
+#else
+  (void)x;
+  return false;
 #endif
 }
 

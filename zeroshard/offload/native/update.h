@@ -54,7 +54,6 @@ void adam(const Arrays arrays, const Pass& pass, int64_t count) {
   for (int64_t begin = 0; begin < count; begin += Format::group) {
     Moment<first_kind> firsts(arrays, 0, begin);
     Moment<second_kind> seconds(arrays, 1, begin);
-#pragma GCC unroll 4
     for (int64_t index = begin; index < begin + Format::group; index += LANES) {
       Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
       Floats master = load_master<Format>(arrays, index) * rule.shrink;
@@ -72,7 +71,7 @@ void adam(const Arrays arrays, const Pass& pass, int64_t count) {
       Words low{}, high{};  // random bits
       if constexpr (rounds) {
         const Words random = dice.roll(pass.offset + index);
-        low = random & 0xFFFFu, high = random >> 16;
+        low = random, high = random >> 16;
       }
       Words rounded_first = rounded<first_kind>(first, low);
       Words rounded_second = rounded<second_kind>(second, high);
@@ -103,7 +102,6 @@ void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
   const float factor = pass.factor;
   for (int64_t begin = 0; begin < count; begin += Format::group) {
     Moment<kind> momenta(arrays, 0, begin);
-#pragma GCC unroll 4
     for (int64_t index = begin; index < begin + Format::group; index += LANES) {
       Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
       Floats master = load_master<Format>(arrays, index);
@@ -114,7 +112,7 @@ void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
         gradient = rule.flags & NESTEROV ? gradient + rule.retention * buffer : buffer;
         buffer = canonical(buffer);
         Words random{};
-        if constexpr (LOST<kind> > 0) random = dice.roll(pass.offset + index) & 0xFFFFu;
+        if constexpr (LOST<kind> > 0) random = dice.roll(pass.offset + index);
         momenta.write(index, rounded_or_cut<kind>(buffer, random));
       }
       store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));

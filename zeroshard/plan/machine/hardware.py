@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...config.bounds import FRAGMENTS
 from ...system import machine as here
 from ...system.device import available_memory
 from .profile import Machine, calibrated_file, load, names
@@ -17,8 +18,6 @@ CPU_RANKS = 2
 """Ranks on a machine without GPUs, as many as ``zeroshard train`` starts."""
 CONTEXT = 0.6e9
 """Bytes of a GPU that the driver, libraries and NCCL take. torch's allocator does not count them."""
-FRAGMENTS = 0.04
-"""Share of a GPU that the caching allocator loses to fragments."""
 GUESSED = (0.3, 3.0)
 """The spread of a profile that was chosen by the size of its memory alone. It is of another device."""
 LARGEST_GPU, LARGEST_NODE, MOST_IN_A_NODE, MOST = 1e12, 1e14, 128, 1 << 20

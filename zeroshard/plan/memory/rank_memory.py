@@ -37,7 +37,7 @@ class RankMemory:
     def __init__(self, setup: Setup, traced: Trace, workspace: int) -> None:
         self.setup, self.activations = setup, traced.activations
         self.buffers, self.workspace = traced.buffers, workspace
-        self._kinds = traced.kinds or tuple(range(len(traced.units)))
+        self._kinds, self._keeping = traced.kinds or tuple(range(len(traced.units))), traced.kept
         self.width = setup.width
         self.table = state_table(setup.stage, setup.world, setup.offload)
         self.sharded = self.table.parameters.extent is Extent.SHARD
@@ -192,12 +192,15 @@ class RankMemory:
         """
         for block in range(last, 0, -1):
             units = self._blocks[block]
-            if self.setup.checkpointing and len(units) > 1:
+            if self._recomputed(block) and len(units) > 1:
                 yield units[-1]
                 yield from units
                 yield from reversed(units[:-1])
             else:
                 yield from reversed(units)
+
+    def _recomputed(self, block: int) -> bool:
+        return self.setup.checkpointing and block not in self._keeping
 
     def _turning(self) -> list[RankUnit]:
         """The units that are gathered while forward ends, because backward begins with them."""
@@ -220,7 +223,7 @@ class RankMemory:
         unit, activations = self.units[number], self.activations
         earlier = list(takewhile(lambda other: other is not unit, self._blocks[unit.block]))
         # A block is recomputed as a whole, so its units are gathered together. Each is released after its backward.
-        present = [self.units[0], unit, *(earlier if self.setup.checkpointing else []), *self._kept_before(number)]
+        present = [self.units[0], unit, *(earlier if self._recomputed(unit.block) else []), *self._kept_before(number)]
         coming = chain(reversed(earlier), self._needed_in_backward(unit.block - 1))
         entering = list(islice(coming, 1 + self.setup.prefetch))
         following = entering[: self.setup.prefetch]

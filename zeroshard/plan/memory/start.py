@@ -9,8 +9,8 @@ from ..setup import Setup
 from .device_memory import DeviceMemory
 from .rank_units import RankFlat, RankUnit
 
-SLICES = 5
-"""Fp32 slices that the division of a master into halves has at a time."""
+ROUNDING, DIVIDING = 8, 12
+"""Bytes an element of a slice that is rounded to bf16, and of one whose low half is taken."""
 
 
 def most_at_start(setup: Setup, units: Sequence[RankUnit], rest: DeviceMemory, *, sharded: bool) -> int:
@@ -48,5 +48,10 @@ def _passing(setup: Setup, flat: RankFlat, *, sharded: bool) -> int:
     values = 0 if from_initialisers else (master or setup.width) * flat.whole
     own = (master or setup.width) * flat.shard if sharded else 0  # a copy of this rank's part of the values
     gathered = setup.width * flat.whole if sharded else 0  # its memory is taken once, and given back
-    rounded = setup.width * flat.own + SLICES * 4 * min(SLICE, flat.own) if flat.on_host else 0
-    return values + own + gathered + rounded
+    at_rest = flat.shard if sharded else flat.whole
+    if not flat.on_host:
+        return values + own + gathered - (master * at_rest if flat.own == at_rest else 0)  # they become the master
+    assert setup.offload is not None
+    dividing = DIVIDING if setup.offload.split_master else ROUNDING
+    moving = max(ROUNDING * min(SLICE, at_rest), setup.width * flat.own + dividing * min(SLICE, flat.own))
+    return values + own + gathered + moving

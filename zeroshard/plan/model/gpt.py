@@ -32,7 +32,9 @@ def from_config(config: ModelConfig, name: str = "") -> Model:
     """
     built = min(config.layers, BUILT)
     family = _family(replace(config, layers=built, sequence=1, checkpointing=False))
-    return replace(family, name=name or "GPT", more=config.layers - built, sequence=config.sequence, _traces={})
+    return replace(
+        family, name=name or "GPT", more=config.layers - built, sequence=config.sequence, _known_traces={}, _traces={}
+    )
 
 
 @lru_cache(maxsize=256)  # models that differ only in their depth have the same blocks

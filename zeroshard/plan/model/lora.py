@@ -37,7 +37,13 @@ def with_adapters(model: Model, rank: int) -> Model:
         return replace(built, module=adapted)
 
     return replace(
-        model, name=f"{model.name}, LoRA {rank}", build=build, recomputes_itself=False, _known={}, _traces={}
+        model,
+        name=f"{model.name}, LoRA {rank}",
+        build=build,
+        recomputes_itself=False,
+        _known={},
+        _known_traces={},
+        _traces={},
     )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from ...config.options import Activations
 from ...system.words import line
 from ..setup import ModelError, Setup
-from .recording import Outline, Recording, at_batch, trace_of
+from .recording import Outline, Recording, Traces, at_batch
 from .trace import Trace
 from .tracer import Built, record
 
@@ -39,6 +39,7 @@ class Model:
     more: int = 0
     """The number of blocks that are not built. They equal the last block but one."""
     _known: dict[object, tuple[Recording, Outline]] = field(default_factory=dict, repr=False)
+    _known_traces: dict[object, Traces] = field(default_factory=dict, repr=False)
     _traces: dict[object, Trace] = field(default_factory=dict, repr=False)
 
     def trace(self, setup: Setup) -> Trace:
@@ -50,30 +51,39 @@ class Model:
         setup = replace(setup, activations=self.recomputation(setup.checkpointing, setup.activations))
         key = tuple(getattr(setup, name) for name in DECISIVE)
         if key not in self._traces:
-            seen, built = self._recording(setup)
             options = setup.activations
-            divided = options is not None and options.partition
-            self._traces[key] = trace_of(
-                seen,
-                built.with_more(self.more),
-                setup.width,
-                ranks=setup.model_parallel if divided else 1,
-                on_host=options is not None and options.offload,
-            )
+            traces = self._traces_of(replace(setup, activations=options and replace(options, recompute=1.0)))
+            self._traces[key] = traces.trace(None if options is None else options.recomputed(traces.blocks))
         return self._traces[key]
 
-    def _recording(self, setup: Setup) -> tuple[Recording, Outline]:
+    def _traces_of(self, setup: Setup) -> Traces:
+        """The traces for a setup, whichever blocks it recomputes."""
+        key = tuple(getattr(setup, name) for name in DECISIVE)
+        if key not in self._known_traces:
+            options = setup.activations
+            self._known_traces[key] = Traces(
+                self._recording(setup, keeping=False),
+                lambda: self._recording(setup, keeping=True),
+                setup.width,
+                ranks=setup.model_parallel if options is not None and options.partition else 1,
+                on_host=options is not None and options.offload,
+            )
+        return self._known_traces[key]
+
+    def _recording(self, setup: Setup, *, keeping: bool) -> tuple[Recording, Outline]:
         """The recording for a setup. That of a large batch follows from two small ones."""
         if setup.batch > LARGEST_RECORDED:
             (fewer, built), (more, _) = (
-                self._record(replace(setup, batch=batch)) for batch in (LARGEST_RECORDED - 1, LARGEST_RECORDED)
+                self._record(replace(setup, batch=batch), keeping) for batch in (LARGEST_RECORDED - 1, LARGEST_RECORDED)
             )
             if fewer.like(more):
-                return at_batch(fewer, more, setup.batch - LARGEST_RECORDED + 1), built
-        return self._record(setup)
+                batched = at_batch(fewer, more, setup.batch - LARGEST_RECORDED + 1)
+                return batched, built.with_more(self.more)
+        seen, built = self._record(setup, keeping)
+        return seen, built.with_more(self.more)
 
-    def _record(self, setup: Setup) -> tuple[Recording, Outline]:
-        key = tuple(getattr(setup, name) for name in DECISIVE)
+    def _record(self, setup: Setup, keeping: bool) -> tuple[Recording, Outline]:
+        key = keeping, *(getattr(setup, name) for name in DECISIVE)
         if key not in self._known:
             try:
                 self._known[key] = record(
@@ -82,6 +92,7 @@ class Model:
                     setup.max_unit_bytes,
                     activations=setup.activations,
                     degree=setup.model_parallel,
+                    keeping=keeping,
                 )
             except ModelError:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -12,14 +13,14 @@ from torch import nn
 from ...comm.parallel import local, mesh_of
 from ...config.checks import DTYPES
 from ...config.layout import ROOT, ROOT_TITLE
-from ...config.options import EMPTY, Config
+from ...config.options import AUTO, EMPTY, Activations, Config
 from ...offload.rules import check_has_kernel
 from ..memory.model_states import state_tensors
 from ..setup import FirstValues, Setup
 from .factory import arguments_for
 from .known_values import KnownValues
 from .model import error_text
-from .recording import trace_of
+from .recording import Outline, Recording, Traces
 from .trace import ActivationBytes, Trace
 from .tracer import Built, record, tokens_of
 from .units import buffer_bytes, module_units
@@ -65,7 +66,27 @@ def gathering(config: Config) -> dict[str, Any]:
     }
 
 
-def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[Trace, str | None]:
+@dataclass(frozen=True)
+class Examined:
+    """The traces of a module with ``Activations(recompute="auto")``."""
+
+    traces: Traces
+    _known: dict[Activations | None, Trace] = field(default_factory=dict)
+
+    def trace(self, setup: Setup) -> Trace:
+        """The trace for a setup, which without ``activations`` recomputes no block."""
+        options, blocks = setup.activations, self.traces.blocks
+        if options not in self._known:
+            chosen = [False] * len(blocks) if options is None else options.recomputed(blocks)
+            self._known[options] = self.traces.trace(chosen)
+        return self._known[options]
+
+    @property
+    def parameters(self) -> int:
+        return self.traces.trace().parameters
+
+
+def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[Trace | Examined, str | None]:
     """The module as a trace, and the reason if activations are not known."""
     width = None if config.precision.parameters is None else setup.width
     units = module_units(model, width, config.max_unit_bytes, config.units)
@@ -86,12 +107,23 @@ def examine(model: nn.Module, config: Config, setup: Setup) -> tuple[Trace, str 
             arguments, named = arguments_for(twin, config.example, setup)
         return Built(twin, tuple(arguments), named, values, tokens_known=tokens_of(config.example) != (0, 0))
 
+    every = None if activations is None else replace(activations, recompute=1.0)
+
+    def recording(*, keeping: bool = False) -> tuple[Recording, Outline]:
+        limit, chosen = config.max_unit_bytes, config.units
+        return record(build, setup.precision, limit, chosen=chosen, activations=every, keeping=keeping)
+
     try:
         with torch.random.fork_rng(devices=[]):  # a trace leaves the random state as it was
-            limit = config.max_unit_bytes
-            seen, outline = record(build, setup.precision, limit, chosen=config.units, activations=activations)
             offloads = activations is not None and activations.offload
-            return trace_of(seen, outline, setup.width, on_host=offloads), None
+            traces = Traces(recording(), lambda: recording(keeping=True), setup.width, on_host=offloads)
+            if activations is None:
+                return traces.trace(), None
+            if activations.recompute != AUTO:
+                return traces.trace(activations.recomputed(traces.blocks)), None
+            examined = Examined(traces)
+            examined.trace(replace(setup, activations=None))  # both recordings, while their errors are caught
+            return examined, None
     except Exception as error:
         return plain, f"for tracing {type(model).__name__} with example= failed ({error_text(error)})"
 

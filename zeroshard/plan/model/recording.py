@@ -1,16 +1,17 @@
 """What one trace saw: the bytes that were alive at every moment, and the work, of each unit that was traced.
 
-A recording knows a few blocks and one batch. ``trace_of`` makes from it the trace of the whole model. ``at_batch``
-makes from two recordings the recording of any batch: the size of every tensor is a constant and a part for each sample.
+A recording knows a few blocks and one batch. ``trace_of`` makes from it the trace of the whole model; ``Traces`` makes
+from two recordings those of a model some of whose blocks are recomputed. ``at_batch`` makes from two recordings the
+recording of any batch: the size of every tensor is a constant and a part for each sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from ...offload.pinned import aligned
 from ...recompute.part import part_of
@@ -42,6 +43,8 @@ class Outline(NamedTuple):
     sample: Sample
     buffers: int
     """Bytes."""
+    blocks: tuple[str, ...]
+    """The names of all blocks, those included that were not traced."""
 
     @property
     def sampled(self) -> bool:
@@ -57,10 +60,12 @@ class Outline(NamedTuple):
         usual = [unit.flats for unit in self.units if unit.block == last - 1]
         added = [UnitShape(last + number, flats) for number in range(blocks) for flats in usual]
         *places, final = self.sample.stands_for
+        container = self.blocks[-1].rpartition(".")[0]
         return Outline(
             (*(unit for unit in self.units if unit.block < last), *added, *ending),
             Sample(self.sample.traced, (*places, *[places[-1]] * blocks, final)),
             self.buffers,
+            (*self.blocks, *(f"{container}.{last + number}" for number in range(blocks))),
         )
 
 
@@ -126,69 +131,128 @@ def at_batch(fewer: Recording, more: Recording, steps: int) -> Recording:
     )
 
 
+class _Source:
+    """A recording, and which of its units stands for each unit of the model."""
+
+    def __init__(self, seen: Recording, model: Outline) -> None:
+        self.seen, self.kinds = seen, _unit_kinds(model.units, model.sample)
+        self.places = [1 + place for place in model.sample.stands_for]
+        """For each block: the traced block that stands for it."""
+        self.before = [0, *accumulate(seen.growth)]
+        """What units before each traced unit have saved."""
+        self._peaks: dict[tuple[Moment, int], int] = {}
+
+    def peak(self, moment: Moment, kind: int) -> int:
+        """The most bytes that were alive at a moment of a traced unit."""
+        key = moment, kind
+        if key not in self._peaks:
+            self._peaks[key] = max(self.seen.alive.get(key, (0,)))
+        return self._peaks[key]
+
+
+class Traces:
+    """The traces of a model some of whose blocks ``shard(activations=...)`` recomputes, from two recordings."""
+
+    def __init__(
+        self,
+        recording: tuple[Recording, Outline],
+        keeping: Callable[[], tuple[Recording, Outline]] | None,
+        width: int,
+        *,
+        ranks: int = 1,
+        on_host: bool = False,
+    ) -> None:
+        """``recording``: of the model as it is asked for. ``keeping``: records it with all activations kept.
+
+        ``width``: bytes of a parameter. ``ranks``: those that divide checkpoints. ``on_host``: checkpoints go there.
+        """
+        self._recomputing, self._keeping, self._made = recording, keeping, _Source(*recording)
+        self._kept: _Source | None = None
+        self._width, self._ranks, self._on_host = width, ranks, on_host
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return self._recomputing[1].blocks
+
+    def trace(self, recomputed: Sequence[bool] | None = None) -> Trace:
+        """The trace of the whole model, whose blocks equal those that were traced. ``recomputed``: by block."""
+        (seen, model), ranks, width = self._recomputing, self._ranks, self._width
+        chosen = [True] * len(model.blocks) if recomputed is None else list(recomputed)
+        if not all(chosen) and self._kept is None:
+            assert self._keeping is not None
+            self._kept = _Source(*self._keeping())
+        sources = [self._made if own else cast(_Source, self._kept) for own in (*(chosen[-1:] or [True]), *chosen)]
+        parts = [(sources[unit.block], sources[unit.block].kinds[number]) for number, unit in enumerate(model.units)]
+        blocks = [self._made.places[number] for number, own in enumerate(chosen) if own]
+
+        def of_units(read: Callable[[Recording], Sequence[Number]]) -> tuple[Number, ...]:
+            lists = {id(source): read(source.seen) for source in {id(one): one for one in sources}.values()}
+            return tuple(lists[id(source)][kind] for source, kind in parts)
+
+        stored = [[min(part_of(size, ranks), size) for size in sizes] for sizes in seen.checkpoints]
+        host = [sum(aligned(width * size) for size in sizes) if self._on_host else 0 for sizes in stored]
+        gathered = [
+            sum(ranks * part_of(size, ranks) for size in sizes) if ranks > 1 else 0 for sizes in seen.checkpoints
+        ]
+        forward, backward = of_units(lambda seen: seen.forward_flops), of_units(lambda seen: seen.backward_flops)
+        return Trace(
+            units=model.units,
+            buffers=model.buffers,
+            activations=_activations(parts, sum(host[block] for block in blocks)),
+            kinds=tuple(kind if source is self._made else len(seen.growth) + kind for source, kind in parts),
+            forward_flops=forward,
+            matrix_flops=of_units(lambda seen: seen.matrix_flops),
+            forward_written=tuple(size / width for size in of_units(lambda seen: seen.written)),
+            backward_ratio=sum(backward[1:]) / sum(forward[1:]) if sum(forward[1:]) else 2.0,
+            logits=seen.logits,
+            recomputes=seen.recomputes and any((*chosen, not chosen)),
+            kept=frozenset(number for number, own in enumerate(chosen, start=1) if not own),
+            stream=of_units(lambda seen: seen.stream),
+            checkpoints=width * sum(sum(stored[block]) for block in blocks),
+            gathered_checkpoints=sum(gathered[block] for block in blocks),
+            tokens_known=seen.tokens_known,
+        )
+
+
 def trace_of(seen: Recording, model: Outline, width: int, *, ranks: int = 1, on_host: bool = False) -> Trace:
-    """The trace of the whole model, whose blocks equal those that were traced.
+    """The trace of the whole model, all of whose blocks were treated as in the recording."""
+    return Traces((seen, model), None, width, ranks=ranks, on_host=on_host).trace()
 
-    ``width``: bytes of a parameter. ``ranks``: those that divide checkpoints. ``on_host``: checkpoints go to the host.
+
+def _activations(parts: Sequence[tuple[_Source, int]], host: int) -> ActivationBytes:
+    """What is alive while a unit runs is what was alive in its equal, and what all units before it have saved.
+
+    ``parts``: for each unit of the model, the recording and the unit in it that stands for it.
     """
-    kinds = _unit_kinds(model.units, model.sample)
-    blocks = [1 + place for place in model.sample.stands_for]
-
-    def repeated(numbers: Sequence[Number]) -> tuple[Number, ...]:
-        return tuple(numbers[kind] for kind in kinds)
-
-    stored = [[min(part_of(size, ranks), size) for size in sizes] for sizes in seen.checkpoints]
-    host = [sum(aligned(width * size) for size in sizes) if on_host else 0 for sizes in stored]
-    gathered = [sum(ranks * part_of(size, ranks) for size in sizes) if ranks > 1 else 0 for sizes in seen.checkpoints]
-    forward, backward = repeated(seen.forward_flops), repeated(seen.backward_flops)
-    return Trace(
-        units=model.units,
-        buffers=model.buffers,
-        activations=_activations(seen, kinds, sum(host[block] for block in blocks)),
-        kinds=kinds,
-        forward_flops=forward,
-        matrix_flops=repeated(seen.matrix_flops),
-        forward_written=tuple(size / width for size in repeated(seen.written)),
-        backward_ratio=sum(backward[1:]) / sum(forward[1:]) if sum(forward[1:]) else 2.0,
-        logits=seen.logits,
-        recomputes=seen.recomputes,
-        stream=repeated(seen.stream),
-        checkpoints=width * sum(sum(stored[block]) for block in blocks),
-        gathered_checkpoints=sum(gathered[block] for block in blocks),
-        tokens_known=seen.tokens_known,
-    )
-
-
-def _activations(seen: Recording, kinds: Sequence[int], host: int) -> ActivationBytes:
-    """What is alive while a unit runs is what was alive in its equal, and what all units before it have saved."""
-    before = [0, *accumulate(seen.growth)]  # what units before each unit have saved: in the trace, in the model
-    whole = [0, *accumulate(seen.growth[kind] for kind in kinds)]
-    more = [there - before[kind] for there, kind in zip(whole, kinds, strict=False)]
-    added = whole[-1] - before[-1]
-    last = {kind: number for number, kind in enumerate(kinds)}
+    whole = [0, *accumulate(source.seen.growth[kind] for source, kind in parts)]
+    """What units before each unit of the model have saved."""
+    up = [whole[number] - source.before[kind] for number, (source, kind) in enumerate(parts)]
+    last = {(id(source), kind): number for number, (source, kind) in enumerate(parts)}
     """Where in the model the last equal of a traced unit is."""
-
-    def peak(moment: Moment, kind: int) -> int:
-        return max(seen.alive.get((moment, kind), (0,)))
+    first, final = parts[1 % len(parts)][0], parts[-1][0]
+    added = whole[-1] - final.before[-1]
 
     def of_units(moment: Moment, root: Moment, *, after: bool) -> tuple[int, ...]:
-        peaks = {kind: peak(moment, kind) for kind in set(kinds)}
         of_root = (
-            peak(root, kind) + whole[number + after] - before[kind + after]
-            for kind, number in last.items()
-            if (root, kind) in seen.alive
+            source.peak(root, kind) + whole[number + after] - source.before[kind + after]
+            for number, (source, kind) in enumerate(parts)
+            if last[id(source), kind] == number and (root, kind) in source.seen.alive
         )
-        return max(of_root, default=0), *(peaks[kind] + up for kind, up in zip(kinds[1:], more[1:], strict=True))
+        found = (source.peak(moment, kind) + more for (source, kind), more in zip(parts[1:], up[1:], strict=True))
+        return max(of_root, default=0), *found
 
     return ActivationBytes(
-        saved=seen.saved + added,
+        saved=final.seen.saved + added,
         forward=of_units(Moment.FORWARD, Moment.ROOT_FORWARD, after=True),
-        loss=peak(Moment.LOSS, 0) + added,
+        loss=final.peak(Moment.LOSS, 0) + added,
         backward=of_units(Moment.BACKWARD, Moment.ROOT_BACKWARD, after=False),
         backward_held=of_units(Moment.HELD, Moment.ROOT_BACKWARD, after=False),
-        after_backward=(seen.after[0], *(seen.after[kind] + up for kind, up in zip(kinds[1:], more[1:], strict=True))),
+        after_backward=(
+            first.seen.after[0],
+            *(source.seen.after[kind] + more for (source, kind), more in zip(parts[1:], up[1:], strict=True)),
+        ),
         host=host,
-        early_root_gradients=seen.early,
+        early_root_gradients=final.seen.early,
     )
 
 

@@ -63,6 +63,8 @@ class Trace:
     """Elements in the input of the cross-entropy."""
     recomputes: bool = False
     """True if blocks are recomputed in backward, by the module itself or by ``shard(activations=...)``."""
+    kept: frozenset[int] = frozenset()
+    """The blocks that keep their activations though others are recomputed, by number; the first block is 1."""
     stream: tuple[int, ...] = ()
     """Bytes of activations that a unit gets, by unit. They are its checkpoint, if it is recomputed."""
     checkpoints: int = 0
@@ -71,6 +73,11 @@ class Trace:
     """Elements of checkpoints that model-parallel ranks gather (P_a), with padding."""
     tokens_known: bool = True
     """True if inputs are sequences of tokens; False if they are samples of another kind."""
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return len({unit.block for unit in self.units if unit.block})
 
     @property
     def parameters(self) -> int:
@@ -98,4 +105,5 @@ class Trace:
             logits=self.logits,
             stream=sum(streams) / len(streams) if streams else 0.0,
             parts=max(parts.values(), default=1) if len(set(parts.values())) == 1 else 1,
+            recomputed=1 - len(self.kept) / max(1, len(parts)),
         )

@@ -78,6 +78,7 @@ def record(
     chosen: Sequence[str | type[nn.Module]] | None = None,
     activations: Activations | None = None,
     degree: int = 1,
+    keeping: bool = False,
 ) -> tuple[Recording, Outline]:
     """Traces a module: some of its blocks, and all of them if it cannot run with some.
 
@@ -85,12 +86,13 @@ def record(
     each kind, and if the two traces say different things of the whole, all blocks are traced.
 
     If the model returns no loss, its outputs are summed to one. ``activations``: the option of ``shard()``. ``degree``:
-    the ranks that divide checkpoints among them, if ``activations`` says so.
+    the ranks that divide checkpoints among them, if ``activations`` says so. ``keeping``: no block is recomputed after
+    all, but the same blocks are traced.
     """
 
     def recorded(first: int | None) -> tuple[Recording, Outline]:
         return _record(
-            built if first == FIRST else build(), precision, max_unit_bytes, chosen, activations, degree, first
+            built if first == FIRST else build(), precision, max_unit_bytes, chosen, activations, degree, first, keeping
         )
 
     built = build()
@@ -124,6 +126,7 @@ def _record(
     activations: Activations | None,
     degree: int,
     first: int | None,
+    keeping: bool,
 ) -> tuple[Recording, Outline]:
     """``first``: the first blocks of each kind that are traced, at least; None: all blocks."""
     model, dtype = built.module, DTYPES[precision]
@@ -149,7 +152,7 @@ def _record(
     traced = find_units(model, chosen=here or chosen, max_unit_bytes=max_unit_bytes, itemsize=dtype.itemsize)
     watch = _Tracer(model, traced, here)
     recomputation = Recomputation(activations or Activations(), degree, 1 + len(sample.traced))
-    recomputed = [modules[number] for number in sample.traced] if activations is not None else []
+    recomputed = [modules[number] for number in sample.traced] if activations is not None and not keeping else []
     try:
         known = built.values
         known.forget(model.parameters())
@@ -170,7 +173,7 @@ def _record(
         recomputes=watch.recomputes or bool(recomputed),
         tokens_known=built.tokens_known,
     )
-    return seen, Outline(units, sample, buffers)
+    return seen, Outline(units, sample, buffers, tuple(block.name for block in blocks))
 
 
 def tokens_of(inputs: Any) -> tuple[int, int]:

@@ -272,6 +272,8 @@ class _Step:
         """Sends the checkpoint of a block at its first unit, or brings it back. Returns when the unit may begin."""
         assert self.checkpoints is not None
         block, part = divmod(unit - 1, self.costs.parts)
+        if block >= round(self.costs.work.recomputed * self.layers / self.costs.parts):
+            return 0.0
         if backward:
             return self.checkpoints.bring_back(block) if part == self.costs.parts - 1 else 0.0
         return self.checkpoints.send() if part == 0 else 0.0

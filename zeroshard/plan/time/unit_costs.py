@@ -84,7 +84,7 @@ class UnitCosts:
         collectives = fetches + backward if setup.world > 1 else int(setup.stage == 3 and self._rest_on_host)
         block = launch.block * (2 / 3 if backward else 1 / 3)  # as measured
         if backward and setup.checkpointing:
-            block += launch.recompute
+            block += self.work.recomputed * launch.recompute
         seconds = block / self.parts + collectives * launch.communicate
         if offload is None or backward != offload.beside_backward:
             return seconds

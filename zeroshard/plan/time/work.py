@@ -15,7 +15,7 @@ class Work(NamedTuple):
     forward: tuple[float, ...]
     """FLOPs."""
     backward: float
-    """FLOPs of a block's backward with recomputation, divided by the FLOPs of its forward."""
+    """FLOPs of the blocks' backward with recomputation, divided by the FLOPs of their forward."""
     written: tuple[float, ...]
     """Elements of activations that forward writes. Only blocks count; ``logits`` stands for the root."""
     product: float
@@ -26,6 +26,8 @@ class Work(NamedTuple):
     """Bytes of the tensors that one block gives to the next, on average."""
     parts: int = 1
     """The number of units in a block."""
+    recomputed: float = 1.0
+    """The share of the blocks that are recomputed, if the setup recomputes any. They are the first ones."""
 
     def first(self, blocks: int) -> Work:
         """The work of the root and of the first blocks."""
