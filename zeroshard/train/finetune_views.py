@@ -29,6 +29,8 @@ def plan_table(record: Record, forecast: Forecast, device: torch.device) -> Tabl
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         table.add_row("peak of the device, MB", _mb(peak), _mb(row.budget.peak.total))
+    if row.traced.blocks:
+        table.add_row("recomputed blocks", str(stats.recomputed_blocks), str(row.recomputed))
     volume = "–" if record.volume is None else f"{record.volume * stats.padded_parameters / 1e6:,.3f}"
     planned_volume = f"{row.volume.elements / 1e6:,.3f}"
     table.add_row("volume per step, million elements", volume, planned_volume)

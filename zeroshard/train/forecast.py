@@ -115,7 +115,8 @@ def _with_batch(
     asked = f"stage {advice.stage}, offload {row.variant.name}, as asked"
     told = advice.problem or advice.warning or advice.chosen or asked
     seconds = f", {row.time.total:.3g} s a step" if row.time is not None else ""
-    parts = f"micro-batch: {batch} × {sequence} tokens, {times} a step{seconds}; a rank at its peak: "
+    blocks = f", {row.recomputed} of {row.traced.blocks} blocks recomputed" if row.traced.blocks else ""
+    parts = f"micro-batch: {batch} × {sequence} tokens, {times} a step{blocks}{seconds}; a rank at its peak: "
     return Forecast(
         advice.stage,
         advice.offload,
