@@ -22,6 +22,56 @@ def problems(folder: Path, text: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
+def test_micro_batches_and_an_update_in_the_first_backward_exclude_each_other(tmp_path: Path) -> None:
+    text = "[train]\nmicro_batches = 2\n[shard]\noffload = { update_in_backward = true }"
+    (found,) = problems(tmp_path, text)
+    assert found.startswith("train.micro_batches: 2 backward passes a step exclude shard.offload.update_in_backward")
+
+
+LANGUAGE_MODEL = """
+[model]
+huggingface = "somebody/model"
+{model}
+[data]
+files = ["a.jsonl"]
+{data}
+[train]
+{train}
+"""
+
+
+def test_a_hugging_face_model_has_tables_of_its_own(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, LANGUAGE_MODEL.format(model="", data="", train="steps = 5")))
+    assert (job.language_model.huggingface, job.files.files, job.train.steps) == ("somebody/model", ("a.jsonl",), 5)
+    assert job.train.lr == 2e-5
+    job = load_job(write(tmp_path, LANGUAGE_MODEL.format(model="lora = 16", data="", train="")))
+    assert job.train.lr == 2e-4
+    job = load_job(write(tmp_path, LANGUAGE_MODEL.format(model="lora = 16", data="", train="lr = 1")))
+    assert job.train.lr == 1
+    with pytest.raises(JobError, match="use `zeroshard plan somebody/model`"):
+        _ = job.gpt
+
+
+def test_mistakes_in_the_tables_of_a_hugging_face_model_are_told_at_once(tmp_path: Path) -> None:
+    given = {
+        "model": "lora_alpha = 8\nlayers = 2",
+        "data": "sequence = 1\nfolder = 'x'",
+        "train": "steps = 1\nepochs = 1",
+    }
+    found = problems(tmp_path, LANGUAGE_MODEL.format(**given))
+    expected = [
+        "model.layers: unknown key",
+        "model.lora_alpha: has no effect without lora",
+        "data.folder: unknown key",
+        "data.sequence: must be at least 2, or 0, is 1",
+        "train.steps: steps and epochs both say how long to train",
+    ]
+    for start in expected:
+        assert sum(problem.startswith(start) for problem in found) == 1, (start, found)
+    assert len(found) == len(expected)
+    assert problems(tmp_path, "[model]\nhuggingface = 'a'") == ("data.files: name the files to train on",)
+
+
 def test_every_error_is_reported_at_once_with_key_path_and_nearest_key(tmp_path: Path) -> None:
     found = problems(
         tmp_path,

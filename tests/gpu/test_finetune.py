@@ -27,6 +27,7 @@ def test_a_job_on_a_gpu_learns_within_the_planned_memory(
     text = text.replace("steps = 6", "steps = 12").replace('offload = "auto"', f'offload = "{offload}"')
     file = tmp_path / "finetune.toml"
     file.write_text(text.replace("[data]", f"lora = {lora}\n[data]"))
+    torch.cuda.reset_peak_memory_stats()
     train(load_job(str(file)), tmp_path)
     shown = capfd.readouterr().out
     before, after = held_out(shown)

@@ -266,6 +266,12 @@ def job_of(
     activations = shard.get("activations")
     if isinstance(activations, Mapping) and not activations.get("recompute", True):
         problems.append("shard.activations.recompute: the model leaves recomputing to it; say a share above 0")
+    offload = shard.get("offload")
+    if train.micro_batches > 1 and isinstance(offload, Mapping) and offload.get("update_in_backward"):
+        problems.append(
+            f"train.micro_batches: {train.micro_batches} backward passes a step exclude "
+            "shard.offload.update_in_backward, which updates in the first; leave one out"
+        )
     if "device" in shard:
         problems.append("shard.device: every rank has its own here; say train.device = 'cpu' or 'cuda'")
     if problems:

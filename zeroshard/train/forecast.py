@@ -70,6 +70,15 @@ def forecast(
         sequence: tokens of a sequence.
         most: the most sequences of a micro-batch; 0 leaves that open.
     """
+    offload = Config.parse(options).offload
+    if offload is not None and offload.update_in_backward:
+        if 0 < most < sequences:
+            raise ValueError(
+                f"train.batch: {most} sequences are a part of the {sequences} of a rank and step, and "
+                "shard.offload.update_in_backward updates in the first backward of a step; leave one out, or say a "
+                "smaller train.tokens_per_step"
+            )
+        most = sequences
     found = [
         _with_batch(model, optimizer, options, room, example(batch), ranks, sequences, sequence, batch)
         for batch in _batches(sequences, sequence, most)

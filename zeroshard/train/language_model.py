@@ -63,7 +63,7 @@ class LanguageModel:
         import huggingface_hub
 
         try:
-            return Path(huggingface_hub.snapshot_download(given, allow_patterns=list(NEEDED)))
+            return Path(huggingface_hub.snapshot_download(given, allow_patterns=list(NEEDED), ignore_patterns="*/*"))
         except Exception as error:  # no network, no such name, no permission
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
