@@ -34,7 +34,7 @@ parser.add_argument("--batch", type=int, default=4, help="sequences a step")
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--lr", type=float, default=1e-5, help="the highest, after the warm-up")
 parser.add_argument("--warm-up", type=int, default=10, help="steps in which lr rises to --lr")
-parser.add_argument("--device-gib", type=float, default=100, help="of the GPU, for parameters and optimizer states")
+parser.add_argument("--device-gib", type=float, default=118, help="of the GPU, for parameters and optimizer states")
 args = parser.parse_args()
 
 CHUNK = 2048  # tokens whose logits exist at once: 152,064 numbers each
