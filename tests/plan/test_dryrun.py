@@ -187,3 +187,18 @@ def test_a_part_of_the_blocks_is_recomputed_in_a_dry_run_too(capsys: pytest.Capt
     assert "2 of 3 blocks recomputed" in " ".join(capsys.readouterr().out.split())
     assert main([*asked, "--set", "shard.activations.recompute=auto"]) == 2
     assert 'recompute="auto" is decided where a job runs; give a share' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", quick(["1", "2", "3"], "2"))
+def test_micro_batches_run_dry_with_the_volume_and_the_accumulators_of_the_plan(
+    stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["tiny", "--world", "4", "--stage", stage, "--without-gpu", "--set", "train.micro_batches=3"]
+    assert main(["dryrun", *options, "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["volume_elements"] == seen["plan"]["volume_elements"]
+    assert seen["at_step"]["gradients"] == 0
+    assert seen["peak"] == pytest.approx(seen["plan"]["peak"], rel=0.15)
+    assert main(["dryrun", *options]) == 0
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "gradients, GB" in line]
+    assert rows[0][-1].strip() == "4Ψ/4", "accumulators count as gradients"
