@@ -12,15 +12,15 @@ Combination = tuple[int, ...]
 """For each axis, which of its values."""
 
 
-def matrix(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+def matrix(*, together: int | None = None, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrises a test over all combinations of its arguments' values.
 
-    Those that ``make test`` runs hold every value of two arguments, or every pair of values of three and more. The
-    rest are marked ``slow``.
+    Those that ``make test`` runs hold every value of two arguments, or every pair of values of three and more; with
+    ``together=1`` every value, for a test that takes seconds. The rest are marked ``slow``.
     """
     values = {name: list(axis) for name, axis in axes.items()}
     sizes = [len(axis) for axis in values.values()]
-    quick = cover(sizes, together=max(1, min(2, len(sizes) - 1)))
+    quick = cover(sizes, together=together or max(1, min(2, len(sizes) - 1)))
     cases = []
     for combination in product(*map(range, sizes)):
         chosen = [axis[place] for axis, place in zip(values.values(), combination, strict=True)]

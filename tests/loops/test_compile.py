@@ -111,7 +111,7 @@ RECOMPUTED = (None, Activations(), Activations(offload=True))
 
 @pytest.mark.filterwarnings(LOOP)
 @in_stages
-@matrix(compile_=WAYS, before=(True, False), activations=RECOMPUTED, offload=(None, "cpu"))
+@matrix(together=1, compile_=WAYS, before=(True, False), activations=RECOMPUTED, offload=(None, "cpu"))
 @on_ranks(2)
 def test_results_are_those_of_ddp_compiled_the_same_way(
     stages: Stages, compile_: Compile, before: bool, activations: Activations | None, offload: str | None
@@ -135,7 +135,7 @@ def test_results_are_those_of_ddp_compiled_the_same_way(
 
 @pytest.mark.filterwarnings(LOOP)
 @in_stages
-@matrix(compile_=WAYS, before=(True, False), activations=(None, Activations()), offload=(None, "cpu"))
+@matrix(together=1, compile_=WAYS, before=(True, False), activations=(None, Activations()), offload=(None, "cpu"))
 @on_ranks(2)
 def test_a_block_is_one_graph_compiled_once_for_all_blocks_and_steps(
     stages: Stages, compile_: Compile, before: bool, activations: Activations | None, offload: str | None
@@ -188,7 +188,8 @@ def test_dropout_in_a_compiled_block_is_the_same_when_the_block_is_recomputed(st
 
 @pytest.mark.filterwarnings(LOOP)
 @in_stages
-@matrix(compile_=WAYS, before=(True, False))
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("compile_", [blocks_in_place, *map(slow, (blocks_wrapped, model_in_place, model_wrapped))])
 @on_ranks(2)
 def test_evaluation_between_steps_sees_new_weights(stages: Stages, compile_: Compile, before: bool) -> None:
     for stage in stages:

@@ -92,11 +92,12 @@ def test_at_least_twenty_architectures_are_compared() -> None:
     assert len(ARCHITECTURES) >= 20
 
 
+@pytest.mark.slow
 def test_adapters_on_a_frozen_model_are_planned_as_the_runtime_trains_them(tmp_path: Path) -> None:
     assert_as_planned(with_adapters(planned("llama", tmp_path), rank=8))
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "deepseek_v3", "llama"])
+@pytest.mark.parametrize("kind", quick(("gemma3_text", "gpt_oss", "deepseek_v3", "llama"), "gemma3_text"))
 def test_a_deep_model_is_planned_from_a_few_of_its_blocks(kind: str, tmp_path: Path) -> None:
     """Blocks of several kinds alternate, or the first ones differ."""
     model = planned(kind, tmp_path, num_hidden_layers=14)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.matrix import Stages, in_stages
+from tests.matrix import Stages, in_stages, slow
 from tests.ranks import on_ranks
 from tests.recompute.test_activations import Net, assert_same_bits, mesh_of, trained
-from tests.training import STAGES, adamw
+from tests.training import adamw
 from zeroshard import Activations
 from zeroshard.config.bounds import FRAGMENTS
 from zeroshard.config.options import Config
@@ -141,7 +141,7 @@ def test_ranks_with_different_room_take_one_decision_which_is_told_once() -> Non
         assert told.getvalue() == f"zeroshard: {reason}\n"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [slow(0), 1, slow(2), 3])
 @on_ranks(2)
 def test_auto_changes_no_bit(stage: int) -> None:
     """Whatever it chooses, with larger inputs on one rank between."""
@@ -444,7 +444,7 @@ def test_where_states_fill_the_device_the_plan_leaves_the_decision_to_the_second
         assert (advice.decision is not None) == decided
 
 
-@pytest.mark.parametrize("rows", [4, 60, 400], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("rows", [slow(4), slow(60), 400], ids=lambda rows: f"{rows} rows")
 @in_stages
 @on_ranks(2)
 def test_the_peak_that_is_foreseen_is_the_peak_that_comes(stages: Stages, rows: int) -> None:
