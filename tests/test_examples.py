@@ -40,7 +40,7 @@ class Example:
         if self.saved.endswith(".safetensors"):
             return load_file(out / self.saved)
         loaded: dict[str, torch.Tensor] = torch.load(out / self.saved, weights_only=True)
-        return loaded
+        return loaded.get("state_dict", loaded)  # type: ignore[return-value] # Lightning's files have more
 
 
 EXAMPLE_PAIRS = [
@@ -55,6 +55,7 @@ LIBRARY_PAIRS = [
         ("transformers/clm", "out/model.safetensors"),
         ("transformers/sft", "out/adapter_model.safetensors"),
         ("accelerate/finetune", "out/model.safetensors"),
+        ("lightning/train", "weights.ckpt"),
     )
 ]
 """Both scripts run on several ranks: a library makes the model data-parallel, by DDP or by sharding."""

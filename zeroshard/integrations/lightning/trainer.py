@@ -186,7 +186,7 @@ class ZeroshardStrategyMixin(Sharding):
                 optimizer.load_state_dict(state)
 
 
-class ZeroshardStrategy(ZeroshardStrategyMixin, DDPStrategy):  # type: ignore[misc]
+class ZeroshardStrategy(ZeroshardStrategyMixin, DDPStrategy):
     """A strategy for ``lightning.Trainer`` that shards the module."""
 
 
