@@ -58,10 +58,13 @@ def train(config: dict) -> None:
         model.module.load_state_dict(progress.pop("model"))
         optimizer.load_state_dict(progress.pop("optimizer"))
     losses = progress["losses"] if progress else []
+    if losses and rank == 0:
+        print(f"goes on after step {len(losses)}", flush=True)
 
     data = torch.tensor(list("\n".join(topics.values()).encode()))
     for step in range(len(losses) + 1, config["steps"] + 1):
         if step == config["die_at"] and rank == world - 1 and not progress:
+            ray.train.get_all_reported_checkpoints()  # waits until Ray has noted them
             os.kill(os.getpid(), signal.SIGKILL)
         generator = torch.Generator().manual_seed(step * world + rank)
         starts = torch.randint(len(data) - config["sequence"] - 1, (config["batch"],), generator=generator).tolist()
