@@ -133,7 +133,7 @@ def test_a_checkpoint_of_ddp_is_taken(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_evaluation_before_and_after_training() -> None:
+def test_evaluation_before_and_after_training_and_training_anew() -> None:
     with quietly():
         found = []
         for strategy in ("ddp", "zeroshard_stage_3"):
@@ -143,7 +143,10 @@ def test_evaluation_before_and_after_training() -> None:
             run.fit(made, loader())
             after = run.test(made, loader(shuffle=False), verbose=False)[0]["test"]
             predicted = torch.cat(run.predict(made, loader(shuffle=False)))
-            found.append([before, after, *predicted.flatten().tolist()])
+            trainer(strategy).fit(made, loader())  # a new optimizer and a new scheduler
+            assert len(made.losses) == 2 * ROWS // 4
+            assert made.rates[ROWS // 4 :] == made.rates[: ROWS // 4]
+            found.append([before, after, *predicted.flatten().tolist(), *made.losses])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[0][1] < found[0][0]
 
@@ -261,7 +264,8 @@ def test_what_does_not_go_together_is_told_at_once() -> None:
             with pytest.raises(ValueError, match=words):
                 trainer(sharding()).fit(made, loader())
         used = fitted(sharding())
-        with pytest.raises(ValueError, match="sharded by another Trainer"):
+        used.configure_optimizers = lambda: torch.optim.SGD(used.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="sharded for another optimizer"):
             trainer(sharding()).fit(used, loader())
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch import nn
 
 from ...api import full_state_dict
+from ...optim.optimizer import ShardedOptimizer
 from ...runtime import is_sharded, runtime_of
 from ...storage.load import load
 from ...storage.save import save, while_all_wait
@@ -49,20 +51,19 @@ class ZeroshardStrategyMixin(Sharding):
         """Shards the module with the optimizer of ``configure_optimizers``. Evaluation alone does so too."""
         self._check(trainer)
         self.accelerator.setup(trainer)
-        if not is_sharded(self.lightning_module):
+        module = self.lightning_module
+        if not is_sharded(module):
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
             self.setup_optimizers(trainer)
-            self.lightning_module.to(self.root_device)  # parameters are there: so that self.device is known
-        elif trainer.state.fn == "fit" and runtime_of(self.lightning_module).optimizer not in self.optimizers:
-            raise ValueError(
-                f"this {type(self.lightning_module).__name__} was sharded by another Trainer, or for evaluation "
-                "alone; build it anew, and go on from a checkpoint with ckpt_path="
-            )
+            module.to(self.root_device)  # parameters are there: so that self.device is known
+        elif trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
         self.setup_precision_plugin()  # type: ignore[attr-defined]
 
     def setup_optimizers(self, trainer: Any) -> None:
+        """Shards the module with its optimizer. A module that is sharded trains anew, as with a new optimizer."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
         module = self.lightning_module
         own = {id(parameter) for parameter in module.parameters()}
@@ -72,12 +73,15 @@ class ZeroshardStrategyMixin(Sharding):
                 f"configure_optimizers() returned {len(found)} optimizers; a sharded model has one, which may have "
                 "several parameter groups"
             )
-        if not found:
-            if trainer.state.fn == "fit":
-                raise ValueError("configure_optimizers() returned no optimizer of this module's parameters")
-            module.requires_grad_(False)  # nothing will train it
-        optimizer = found[0] if found else None
-        sharded = self._shard(module, optimizer, self.precision_plugin, self.root_device)
+        if not found and trainer.state.fn == "fit":
+            raise ValueError("configure_optimizers() returned no optimizer of this module's parameters")
+        sharded: ShardedOptimizer | None
+        if is_sharded(module):
+            sharded = _renewed(module, found[0])
+        elif found:
+            sharded = self._shard(module, found[0], self.precision_plugin, self.root_device)
+        else:  # nothing will train it
+            sharded = self._shard(module.requires_grad_(False), None, self.precision_plugin, self.root_device)
         self.optimizers = [] if sharded is None else [sharded]
 
     def _check(self, trainer: Any) -> None:
@@ -184,6 +188,24 @@ class ZeroshardStrategyMixin(Sharding):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if state:  # of a file
                 optimizer.load_state_dict(state)
+
+
+def _renewed(module: nn.Module, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+    """The module's sharded optimizer, without states, and with the settings of an optimizer that was just made."""
+    sharded = runtime_of(module).optimizer
+    made = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    if (
+        sharded is None
+        or type(optimizer) is not type(sharded.unsharded)
+        or made != [[id(parameter) for parameter in group["params"]] for group in sharded.param_groups]
+    ):
+        raise ValueError(
+            f"this {type(module).__name__} was sharded for another optimizer; build it anew, and go on from a "
+            "checkpoint with ckpt_path="
+        )
+    sharded.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups = sharded.param_groups  # schedulers of the new one set what the sharded one reads
+    return sharded
 
 
 class ZeroshardStrategy(ZeroshardStrategyMixin, DDPStrategy):
