@@ -108,13 +108,19 @@ def quietly() -> Iterator[None]:
         yield
 
 
+def devices() -> dict[str, Any]:
+    """Where a Trainer or Fabric runs. Ranks of tests that have a GPU share one, as nodes of their own."""
+    if dist.get_backend() == "nccl":
+        return {"accelerator": "gpu", "devices": 1, "num_nodes": dist.get_world_size()}
+    return {"accelerator": "cpu", "devices": dist.get_world_size()}
+
+
 def trainer(strategy: Any, epochs: int = 1, **more: Any) -> Any:
     import lightning
 
     torch.manual_seed(7)
     settings = {
-        "accelerator": "cpu",
-        "devices": dist.get_world_size(),
+        **devices(),
         "max_epochs": epochs,
         "logger": False,
         "enable_checkpointing": False,

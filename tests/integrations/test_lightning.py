@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.integrations.lightning_runs import ROWS, SEED, fitted, kind, loader, module, quietly, trainer
+from tests.integrations.lightning_runs import ROWS, SEED, devices, fitted, kind, loader, module, quietly, trainer
 from tests.integrations.runs import Options
 from tests.matrix import slow
 from tests.ranks import Pool, on_ranks
@@ -119,6 +119,21 @@ def test_weights_alone_are_a_file_of_lightnings(tmp_path: Path) -> None:
         (found,) = another.validate(module(), loader(), ckpt_path=tmp_path / "weights.ckpt", verbose=False)
         (wanted,) = made.trainer.validate(made, loader(), verbose=False)
         assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_training_goes_on_within_an_epoch_as_with_ddp(tmp_path: Path) -> None:
+    with quietly():
+        runs = []
+        for strategy, name in (("ddp", "plain.ckpt"), ("zeroshard_stage_3_offload", "sharded.ckpt")):
+            more: Options = {"max_steps": 2, "accumulate_grad_batches": 2}
+            fitted(strategy, **more).trainer.save_checkpoint(tmp_path / name)
+            runs.append(fitted(strategy, 2, tmp_path / name, accumulate_grad_batches=2))
+    assert len(runs[0].losses) > ROWS // 4  # the rest of the epoch, and the next one
+    assert runs[1].trainer.global_step == runs[0].trainer.global_step
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+    assert runs[1].rates == runs[0].rates
 
 
 @pytest.mark.slow
@@ -278,7 +293,7 @@ class Run:
     def __init__(self, strategy: Any, accumulate: int = 1, **more: Any) -> None:
         import lightning
 
-        self.fabric = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **more)
+        self.fabric = lightning.Fabric(**devices(), strategy=strategy, **more)
         self.fabric.launch()
         self.accumulate, self.losses, self.step = accumulate, list[float](), 0
         torch.manual_seed(3)
