@@ -99,7 +99,9 @@ def loader(shuffle: bool = True) -> DataLoader[Any]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, Lightning finds the environment of torchrun, and says nothing."""
+    """Inside, Lightning finds the environment of torchrun, knows our strategies by name, and says nothing."""
+    import zeroshard.integrations.lightning  # noqa: F401
+
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     settings = {"TORCHELASTIC_RUN_ID": "test", "PL_GLOBAL_SEED": str(SEED)}

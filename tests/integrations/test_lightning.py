@@ -124,16 +124,20 @@ def test_weights_alone_are_a_file_of_lightnings(tmp_path: Path) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_training_goes_on_within_an_epoch_as_with_ddp(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     with quietly():
         runs = []
-        for strategy, name in (("ddp", "plain.ckpt"), ("zeroshard_stage_3_offload", "sharded.ckpt")):
-            more: Options = {"max_steps": 2, "accumulate_grad_batches": 2}
-            fitted(strategy, **more).trainer.save_checkpoint(tmp_path / name)
-            runs.append(fitted(strategy, 2, tmp_path / name, accumulate_grad_batches=2))
-    assert len(runs[0].losses) > ROWS // 4  # the rest of the epoch, and the next one
-    assert runs[1].trainer.global_step == runs[0].trainer.global_step
-    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
-    assert runs[1].rates == runs[0].rates
+        for strategy in ("ddp", "zeroshard_stage_3_offload"):
+            saving = ModelCheckpoint(tmp_path / strategy, "{step}", every_n_train_steps=2, save_top_k=-1)
+            more: Options = {"accumulate_grad_batches": 2}
+            fitted(strategy, callbacks=[saving], enable_checkpointing=True, **more)
+            runs.append(fitted(strategy, 2, tmp_path / strategy / "step=2.ckpt", **more))
+    plain, sharded = runs
+    assert len(plain.losses) > ROWS // 4  # the rest of the epoch, and the next one
+    assert sharded.trainer.global_step == plain.trainer.global_step
+    assert sharded.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert sharded.rates == plain.rates
 
 
 @pytest.mark.slow
