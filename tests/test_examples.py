@@ -6,6 +6,7 @@ import ast
 import difflib
 import os
 import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,8 @@ COMMANDS = [line for language, text in FENCED if not language for line in text.s
 STEPS = 4
 SMALL = ["--steps", str(STEPS), "--report-every", "1", "--batch", "2", "--sequence", "32"]
 TIMEOUT = 180
+LOCAL_RAY = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""Ray sends no statistics, connects to no cluster, and writes no token into the home folder."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Example:
         if self.saved.endswith(".safetensors"):
             return load_file(out / self.saved)
         loaded: dict[str, torch.Tensor] = torch.load(out / self.saved, weights_only=True)
-        return loaded
+        return loaded.get("state_dict", loaded)  # type: ignore[return-value] # Lightning's files have more
 
 
 EXAMPLE_PAIRS = [
@@ -55,12 +58,14 @@ LIBRARY_PAIRS = [
         ("transformers/clm", "out/model.safetensors"),
         ("transformers/sft", "out/adapter_model.safetensors"),
         ("accelerate/finetune", "out/model.safetensors"),
+        ("lightning/train", "weights.ckpt"),
     )
 ]
 """Both scripts run on several ranks: a library makes the model data-parallel, by DDP or by sharding."""
 
 
 DEEPSPEED = Example(EXAMPLES / "deepspeed/train.py", EXAMPLES / "deepspeed/train_zeroshard.py", "saved/weights.pt")
+RAY = Example(EXAMPLES / "ray/train.py", EXAMPLES / "ray/train_zeroshard.py", "weights.pt", changed=16)
 
 
 def named(*examples: Example) -> pytest.MarkDecorator:
@@ -71,6 +76,11 @@ def named(*examples: Example) -> pytest.MarkDecorator:
 
 def run(command: str, example: Example, folder: Path, small: list[str] = SMALL) -> list[float]:
     """Runs a command of the examples' README, small, and returns the losses it printed."""
+    return output(command, example, folder, small)[0]
+
+
+def output(command: str, example: Example, folder: Path, small: list[str]) -> tuple[list[float], str]:
+    """Runs a command, and returns the losses and all that it printed."""
     program, *arguments = shlex.split(command)
     start = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}[program]
     out = folder / Path(example.saved).parts[0]
@@ -87,12 +97,13 @@ def run(command: str, example: Example, folder: Path, small: list[str] = SMALL) 
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(ROOT),
+            **LOCAL_RAY,
         },
     )
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^step (\d+): loss ([\d.]+)$", done.stdout, re.MULTILINE)
     assert [int(step) for step, _ in lines] == list(range(1, STEPS + 1))  # one rank speaks
-    return [float(loss) for _, loss in lines]
+    return [float(loss) for _, loss in lines], done.stdout + done.stderr
 
 
 def commands_of(example: Example) -> tuple[str, str, str]:
@@ -168,14 +179,33 @@ def test_a_script_for_deepspeed_gives_the_same_losses_and_weights(tmp_path: Path
         torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-@named(*EXAMPLE_PAIRS, *LIBRARY_PAIRS, DEEPSPEED)
+@pytest.mark.slow
+def test_a_worker_of_ray_dies_and_the_run_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    small = [*SMALL, "--save-every", "2"]
+    (plain, sharded) = (line for line in COMMANDS if "examples/ray/" in line)
+    losses, weights, said = [], [], ""
+    for name, command, more in (("plain", plain, []), ("sharded", sharded, []), ("broken", sharded, ["--die-at", "4"])):
+        found, said = output(command, RAY, tmp_path / name, [*small, *more])
+        losses.append(found)
+        weights.append(RAY.weights(tmp_path / name))
+    assert "goes on after step 2" in said
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == losses[1]
+    assert weights[1].keys() == weights[0].keys()
+    for name, value in weights[1].items():
+        assert (value - weights[0][name]).abs().mean() < 1e-5, name  # Adam turns noise around 0 into single steps
+        assert torch.equal(value, weights[2][name]), name
+
+
+@named(*EXAMPLE_PAIRS, *LIBRARY_PAIRS, DEEPSPEED, RAY)
 def test_few_lines_of_code_change(example: Example) -> None:
     changed = changes(code_lines(example.original), code_lines(example.sharded))
     assert sum(line.startswith("+") for line in changed) <= example.changed
     assert sum(line.startswith("-") for line in changed) <= example.changed
 
 
-@named(*EXAMPLE_PAIRS, *LIBRARY_PAIRS, DEEPSPEED)
+@named(*EXAMPLE_PAIRS, *LIBRARY_PAIRS, DEEPSPEED, RAY)
 def test_the_readme_shows_every_changed_line(example: Example) -> None:
     name = str(example.original.relative_to(EXAMPLES))
     (shown,) = (text for language, text in FENCED if language == "diff" and name in text)

@@ -334,11 +334,14 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_before_training(tmp_pat
             sharded.train()
 
 
-@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+@pytest.mark.parametrize(
+    ("library", "extra"),
+    [("accelerate", "transformers"), ("transformers", "transformers"), ("lightning", "lightning"), ("ray", "ray")],
+)
 def test_a_missing_library_is_named_with_the_command_that_installs_it(
-    library: str, monkeypatch: pytest.MonkeyPatch
+    library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zeroshard.integrations.requirement.find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, f"zeroshard.integrations.{library}", raising=False)
-    with pytest.raises(ImportError, match=rf"needs {library}.*pip install 'zeroshard\[transformers\]'"):
+    with pytest.raises(ImportError, match=rf"needs {library}.*pip install 'zeroshard\[{extra}\]'"):
         import_module(f"zeroshard.integrations.{library}")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import zeroshard
 from tests.huggingface import under_torchrun
+from tests.integrations.lightning_runs import ROWS, fitted, quietly
 from tests.integrations.runs import Options, Run, logged, ran, rows, trainer
 from tests.nccl.processes import device, on_nccl
 
@@ -52,3 +54,30 @@ def test_accelerate_gives_the_losses_of_ddp(precision: str) -> None:
     plain, sharded = runs
     assert sharded.losses == pytest.approx(plain.losses, rel=1e-4 if precision == "no" else 1e-2)
     assert sharded.rates == plain.rates
+
+
+LIGHTNING: dict[str, tuple[Options, Options, Options]] = {
+    # name: options of zeroshard, arguments of the sharded trainer, arguments of both trainers
+    "stage 3": ({"stage": 3}, {}, {"gradient_clip_val": 0.5}),
+    "stage 3, fp16 with a scaler": ({"stage": 3}, {}, {"precision": "16-mixed", "gradient_clip_val": 0.5}),
+    "stage 2, offload, bf16 with masters": ({"stage": 2, "offload": "cpu"}, {"precision": "bf16-true"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", LIGHTNING)
+@on_nccl(2)
+def test_lightning_gives_the_losses_of_ddp_and_goes_on(name: str, tmp_path: Path) -> None:
+    from zeroshard.integrations.lightning import ZeroshardStrategy
+
+    options, own, more = LIGHTNING[name]
+    with quietly():
+        plain = fitted("ddp", 2, **more)
+        sharded = fitted(ZeroshardStrategy(**options), 1, **own, **more)
+        assert sharded.device.type == device().type
+        assert zeroshard.stats(sharded).stage == options["stage"]
+        sharded.trainer.save_checkpoint(tmp_path / "at.ckpt")
+        resumed = fitted("zeroshard_stage_1", 2, tmp_path / "at.ckpt", **own, **more)
+    assert len(resumed.losses) == ROWS // 4
+    assert sharded.losses + resumed.losses == pytest.approx(
+        plain.losses, rel=5e-2 if own else 1e-2 if "fp16" in name else 1e-4
+    )

@@ -1,6 +1,6 @@
 """Libraries that people train with, and how each of them trains a sharded model: one file a library.
 
-A library whose configurations are read too, DeepSpeed, is a folder.
+DeepSpeed, whose configurations are read too, and Lightning, which has two loops, are folders.
 
 An integration is a client of the api, as a user's own loop is. It knows its library's points of extension, and nothing
 of units, flats or ranks. Its library is imported only by its file, so that ``import zeroshard`` needs none of them. A

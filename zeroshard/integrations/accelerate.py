@@ -15,20 +15,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..api import full_state_dict, no_sync, shard
+from ..api import full_state_dict, shard
 from ..config.options import Config
-from ..config.table import Extent
 from ..optim.optimizer import ShardedOptimizer
 from ..runtime import is_sharded, runtime_of
 from ..storage.load import load
 from ..storage.save import save, together, while_all_wait
+from .accumulation import accumulating
 from .requirement import require
 
 require("accelerate", "zeroshard.integrations.accelerate", "transformers")  # before what needs it is imported
@@ -142,18 +142,9 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Micro-batches inside reduce nothing, where a rank has whole gradients anyway (stages 0 and 1).
-
-        Where gradients are shards, each micro-batch is reduced: whole gradients would take the memory that sharding
-        saves. ``zeroshard.no_sync(model)`` takes that memory.
-        """
-        if is_sharded(model) and runtime_of(model).table.gradients.extent is Extent.WHOLE:
-            with no_sync(model):
-                yield
-        else:
-            yield
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Micro-batches inside reduce nothing, where a rank has whole gradients anyway (stages 0 and 1)."""
+        return accumulating(model)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         raise RuntimeError(
