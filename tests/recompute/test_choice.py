@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -298,6 +300,20 @@ def test_what_auto_cannot_decide_is_refused_with_the_remedy() -> None:
     model, _ = zeroshard.shard(model, adamw(model.parameters()), stage=2, activations=AUTO)
     with pytest.raises(ValueError, match=r"is given none; give a share or names of blocks"):
         model(3)
+    one = nn.Linear(7, 3)
+    with pytest.raises(ValueError, match=r"has only the root unit; name its blocks with units="):
+        zeroshard.shard(one, adamw(one.parameters()), activations=AUTO, example=torch.ones(ROWS, 7))
+
+
+@on_ranks(1)
+def test_the_example_is_not_kept() -> None:
+    example = torch.ones(ROWS, 7)
+    kept = weakref.ref(example)
+    model, _ = built(example=example)
+    del example
+    gc.collect()
+    assert zeroshard.stats(model).recompute_reason is not None, "the plan has decided"
+    assert kept() is None
 
 
 @on_ranks(1)

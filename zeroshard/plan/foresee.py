@@ -144,7 +144,7 @@ class Foresight:
         """The plan of one stage and offload."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)
         row = Row(variant, self._model, setup, self.hardware)
-        if isinstance(self._model, Trace):
+        if isinstance(self._model, Trace) or not row.traced.blocks:
             return row
         # The plan is not exact, so as after a measured step one block more than are kept must fit.
         none = replace(row, setup=replace(setup, checkpointing=False, activations=None))

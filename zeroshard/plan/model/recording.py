@@ -180,7 +180,7 @@ class Traces:
         chosen = [True] * len(model.blocks) if recomputed is None else list(recomputed)
         if not all(chosen) and self._kept is None:
             assert self._keeping is not None
-            self._kept = _Source(*self._keeping())
+            self._kept, self._keeping = _Source(*self._keeping()), None  # it may hold the model and its example
         sources = [self._made if own else cast(_Source, self._kept) for own in (*(chosen[-1:] or [True]), *chosen)]
         parts = [(sources[unit.block], sources[unit.block].kinds[number]) for number, unit in enumerate(model.units)]
         blocks = [self._made.places[number] for number, own in enumerate(chosen) if own]
