@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload, OffloadChoice
 from zeroshard.config.options import Config
 from zeroshard.plan import foresee as foresee_module
-from zeroshard.plan.advice import Variant
+from zeroshard.plan.advice import Row, Variant
 from zeroshard.plan.foresee import Advice, Foresight, Room, least, room_of
 from zeroshard.plan.memory.device_memory import Phase
 from zeroshard.runtime import runtime_of
@@ -71,6 +72,38 @@ def test_states_stay_on_the_device_as_far_as_there_is_room() -> None:
     assert fractions == sorted(fractions)
     assert fractions[0] < 0.3
     assert fractions[-1] == 1
+
+
+def test_blocks_keep_their_activations_before_states_stay_on_the_device() -> None:
+    shallow, recompute = replace(DEEP, layers=4, checkpointing=False), zeroshard.Activations(recompute="auto")
+    example = (torch.zeros(8, 256, dtype=torch.long, device="meta"),) * 2
+    foresight = foresee(0.4, 10, shape=shallow, offload="auto", example=example, activations=recompute)
+    advice = foresight.advise()
+    every, taken = (foresight.row(0, Variant("", offload)) for offload in (Offload(), advice.offload))
+    assert advice.offload is not None
+    assert advice.offload.host_fraction in [percent / 100 for percent in range(30, 70)]
+    assert every.recomputed == taken.recomputed == 0, "with fewer states on the host, blocks would be recomputed"
+    assert every.time is not None
+    assert taken.time is not None
+    assert taken.time.total < 0.9 * every.time.total
+
+
+def test_where_blocks_must_be_recomputed_no_share_of_the_states_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each share costs a plan for many numbers of blocks, which takes minutes in a deep model."""
+    tried: list[float | str] = []
+    row = Foresight.row
+
+    def counted(self: Foresight, stage: int, variant: Variant) -> Row:
+        tried.append(0 if variant.offload is None else variant.offload.host_fraction)
+        return row(self, stage, variant)
+
+    monkeypatch.setattr(Foresight, "row", counted)
+    example = (torch.zeros(2, 256, dtype=torch.long, device="meta"),) * 2
+    recompute = zeroshard.Activations(recompute="auto")
+    advice = advise(0.35, 10, shape=replace(DEEP, checkpointing=False), example=example, activations=recompute)
+    assert advice.decision is not None
+    assert advice.decision.recomputed > 0
+    assert set(tried) == {0, 1.0}
 
 
 def test_states_on_the_device_make_a_small_host_do() -> None:

@@ -218,11 +218,13 @@ class Foresight:
             less = replace(offload, host_fraction=percent / 100)
             return self.row(row.setup.stage, Variant(title(less), less))
 
-        def has_room(percent: int) -> bool:
-            found = on_host(percent)
-            return found.room >= SPARE * self.room.device and self._leaves_room(found, DEVICE_SHARE)
+        def has_room(found: Row) -> bool:
+            free = found.room >= SPARE * self.room.device and self._leaves_room(found, DEVICE_SHARE)
+            return free and found.recomputed <= row.recomputed  # to recompute a block takes longer
 
-        less = on_host(bisect_left(range(1, 100), True, key=has_room) + 1)
+        if not has_room(row):
+            return
+        less = on_host(bisect_left(range(1, 100), True, key=lambda percent: has_room(on_host(percent))) + 1)
         if less.budget.host.total < row.budget.host.total:
             yield less
 
