@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -76,7 +75,7 @@ class Sleep:
         return {} if self._optimizer is None else self._optimizer.piece_states.by_flat()
 
     def _check_room(self, needed: int) -> None:
-        room = machine.available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", self._fabric.world))
+        room = machine.available_memory() // self._fabric.local_ranks
         if self._fabric.maximum([int(needed > room)], "the agreement on memory for offload_states()")[0]:
             raise RuntimeError(
                 f"offload_states() needs {size_text(needed)} of host memory on rank {self._fabric.rank}, which has "

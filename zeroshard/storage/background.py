@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import sys
 import threading
 import time
@@ -63,8 +62,7 @@ class Snapshots:
     def lacking(self, contents: Contents) -> int:
         """How many bytes of host memory are missing on this rank; 0 or less if there is enough."""
         present = 0 if self.memory is None else self.memory.numel()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self._fabric.world))
-        return snapshot_bytes(contents) - present - (machine.available_memory() - RESERVE) // local
+        return snapshot_bytes(contents) - present - (machine.available_memory() - RESERVE) // self._fabric.local_ranks
 
     def allocate(self, contents: Contents) -> str | None:
         """Gets the memory. Returns None, or why there is no memory."""
