@@ -150,7 +150,7 @@ class ActivationCheckpoints:
             if compat.in_backward():
                 raise RuntimeError(
                     f"{name!r} is recomputed by activations= and, around it, by the model's own checkpointing; turn "
-                    "that off (Hugging Face: gradient_checkpointing_disable()), or use Activations(recompute=0)"
+                    "that off (Hugging Face: gradient_checkpointing_disable()), or leave activations= out"
                 )
             if kwargs.get("past_key_values") is not None:
                 raise RuntimeError(
