@@ -47,6 +47,7 @@ def trained(make: Make, sleeps: bool, **options: Any) -> dict[str, torch.Tensor]
         {"offload": Offload(delayed_update_after=1), "precision": "bf16"},
         {"offload": Offload(split_master=True, read_back=True), "precision": "bf16"},
         {"offload": Offload(host_fraction=0.5), "precision": "bf16"},
+        {"offload": Offload(host_fraction=0.5, moments="8bit"), "precision": "bf16"},
     ),
 )
 @on_ranks(2)
