@@ -13,6 +13,8 @@ TEXT_KEY, PROMPT, COMPLETION, MESSAGES, TOOLS = "text", "prompt", "completion", 
 FORMS = (
     '"text", "prompt" and "completion", or "messages" (a list of {"role", "content"}); other columns are not trained on'
 )
+SURROGATE = rb"\ud"
+"""How JSON begins one half of a character beyond 16 bits."""
 MOST_TOLD = 5
 """The most mistakes that are told at once."""
 
@@ -92,18 +94,28 @@ def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
 
 def _parsed(line: bytes) -> Mapping[str, Any] | str:
     try:
-        row = json.loads(line)
+        row = json.loads(line.strip())
+        if SURROGATE in line.lower():
+            json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError:
         return "is no UTF-8 text"
-    except (ValueError, RecursionError) as error:
-        return f"is no JSON: {error}"
+    except UnicodeEncodeError:
+        return r"has one half of a \ud… pair without the other, which is no character"
+    except json.JSONDecodeError as error:
+        return f"is no JSON, from character {error.pos + 1} on: {error.msg.removesuffix(' at')}"
+    except ValueError:
+        return "has a number with too many digits"
+    except RecursionError:
+        return "has too many brackets in brackets"
     return row if isinstance(row, dict) else f"must be a JSON object, is {quoted(row, 40)}"
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
-    import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet
-
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"data: {file} needs pyarrow, which is not installed; pip install pyarrow") from None
     number = 0
     try:
         for batch in parquet.ParquetFile(file).iter_batches():
@@ -139,8 +151,33 @@ def _problem_of_messages(messages: object) -> str | None:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f'message {number} must be {{"role", "content"}}, is {quoted(message, 40)}'
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            return f'message {number}: "content" must be a string, is {quoted(message.get("content"), 40)}'
+        content = message.get("content")
+        if not (isinstance(content, str) or _is_text_parts(content) or (content is None and message.get("tool_calls"))):
+            return f'message {number}: "content" must be a string, is {quoted(content, 40)}'
     if not any(message["role"] == "assistant" for message in messages):
         return "has no message of the assistant, so there is nothing to train on"
     return None
+
+
+def _is_text_parts(content: object) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == TEXT_KEY and isinstance(part.get(TEXT_KEY), str)
+        for part in content
+    )
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them: content that is parts of text is one text, and no key is empty.
+
+    Most templates would write a list as Python does. Parquet has every key of a column in every message.
+
+    >>> plain_messages([{"role": "user", "content": [{"type": "text", "text": "red"}], "tool_calls": None}])
+    [{'role': 'user', 'content': 'red'}]
+    """
+    found = []
+    for message in messages:
+        given = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if isinstance(given.get("content"), list):
+            given["content"] = "".join(part[TEXT_KEY] for part in given["content"])
+        found.append(given)
+    return found
