@@ -282,6 +282,7 @@ def headline(job: Job, model: LanguageModel, data: Dataset, sizes: tuple[int, in
     trained, held_out = data.documents
     sides = f"{trained:,} document(s) to train on, {held_out:,} held out"
     skipped = f", {data.skipped:,} skipped that have nothing to predict" if data.skipped else ""
+    skipped += f", {data.cut:,} cut that are longer than a sequence" if data.cut else ""
     sequences = sequences_a_step(job, sequence)
     none = "" if data.held_out is not None else "; none is held out, so nothing is evaluated"
     return [
