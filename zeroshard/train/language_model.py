@@ -6,6 +6,7 @@ import inspect
 import logging
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,11 @@ NEEDED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Files of a model on the hub that are downloaded."""
 TOKENIZER = re.compile("token|vocab|merges|special_tokens|added_tokens|chat_template|spiece|sentencepiece")
 """How the names of a tokenizer's files begin."""
+LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+"""Without the second, transformers asks at the terminal whether to run code of the folder."""
+FOREIGN_CODE = "custom code"
+"""What transformers says of a folder that it cannot read without the folder's own code."""
+NO_FOREIGN_CODE = "it needs Python code from its folder, which is never run; take a model that transformers has itself"
 TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt")
 
 
@@ -78,8 +84,10 @@ class LanguageModel:
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its remarks are on generating text, and on kernels
         try:
-            found = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            found = transformers.AutoConfig.from_pretrained(self.folder, **LOCAL)
         except Exception as error:
+            if FOREIGN_CODE in str(error):
+                raise ValueError(f"model {self.folder}: {NO_FOREIGN_CODE}") from None
             raise ValueError(f"model {self.folder}: config.json cannot be read: {error}") from None
         if getattr(found, "quantization_config", None) is not None:
             raise ValueError(f"model {self.folder}: its weights are quantised; train the model that they were made of")
@@ -108,8 +116,10 @@ class LanguageModel:
         import transformers
 
         try:
-            return transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            return transformers.AutoTokenizer.from_pretrained(self.folder, **LOCAL)
         except Exception as error:
+            if FOREIGN_CODE in str(error):
+                raise ValueError(f"model {self.folder}: its tokenizer: {NO_FOREIGN_CODE}") from None
             raise ValueError(
                 f"model {self.folder}: it has no tokenizer that can be read (tokenizer.json, tokenizer_config.json): "
                 f"{' '.join(str(error).split())[:200]}"
