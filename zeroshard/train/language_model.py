@@ -154,10 +154,16 @@ class LanguageModel:
         return asked or min(USUAL_SEQUENCE, longest or USUAL_SEQUENCE)
 
     def inputs(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
-        """Return what the model's forward is given. A model without positions has none to be told."""
+        """Return what the model's forward is given. A model without positions has none to be told.
+
+        Flash attention looks for documents only in a batch of one, so there all sequences become one row.
+        """
         takes = inspect.signature(self.causal_class.forward).parameters  # type: ignore[attr-defined]
-        told = positions is not None and "position_ids" in takes
-        return {"input_ids": tokens, **({"position_ids": positions} if told else {})}
+        if positions is None or "position_ids" not in takes:
+            return {"input_ids": tokens}
+        if "flash" in self.config.attention:
+            tokens, positions = tokens.reshape(1, -1), positions.reshape(1, -1)
+        return {"input_ids": tokens, "position_ids": positions}
 
     def example(self, batch: int, sequence: int) -> dict[str, Any]:
         """Return one micro-batch for the plan, with two documents a sequence: transformers looks at their positions."""
