@@ -100,3 +100,15 @@ def test_parquet_without_pyarrow_is_told_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "a.parquet needs pyarrow, which is not installed; pip install pyarrow" in told(tmp_path / "a.parquet", "")
+
+
+def test_files_of_a_folder_are_found_in_any_case_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    for name in ("b/C.TXT", "a.txt", ".hidden.txt", ".cache/a.txt", "b/.cache/a.txt", "a.py"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("red")
+    found = find_files([str(tmp_path)])
+    assert [str(file.relative_to(tmp_path)) for file in found] == ["a.txt", "b/C.TXT"]
+    assert [document.row for document in read_documents(found)] == [{"text": "red"}] * 2
+    with pytest.raises(DataError, match=r"a\.txt is there twice"):
+        find_files([str(tmp_path), str(tmp_path / "a.txt")])

@@ -1,6 +1,7 @@
 """Documents to train a language model on: text, JSON lines and Parquet. A mistake is told by file and line."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,23 +36,32 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """Return the files to read: those that are named, and those inside folders, in an order that does not vary.
 
     Raises:
-        DataError: a path is not there, is of another kind, or a folder has nothing to train on.
+        DataError: a path is not there, is there twice, is of another kind, or a folder has nothing to train on.
     """
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            inside = sorted(file for file in path.rglob("*") if _is_data(file, path) and file.is_file())
             if not inside:
                 raise DataError(f"data: no file in {path} ends in {', '.join(SUFFIXES)}")
             found += inside
         elif not path.is_file():
             raise DataError(f"data: no such file: {path}")
-        elif path.suffix not in SUFFIXES:
+        elif path.suffix.lower() not in SUFFIXES:
             remedy = "; write one JSON object a line, as .jsonl" if path.suffix == ".json" else ""
             raise DataError(f"data: {path} is none of {', '.join(SUFFIXES)}{remedy}")
         else:
             found.append(path)
+    twice = next((file for file, count in Counter(file.resolve() for file in found).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"data: {twice} is there twice; name it once, or its folder, and say train.epochs for more")
     return found
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    """Return whether a file inside a folder is trained on, by its name. A hidden file is another program's."""
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.suffix.lower() in SUFFIXES and not hidden
 
 
 def read_documents(files: Sequence[Path]) -> Iterator[Document]:
@@ -76,10 +86,10 @@ def read_documents(files: Sequence[Path]) -> Iterator[Document]:
 
 def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
     """Yield the rows of a file, each with its place; a text in place of a row says what is wrong with it."""
-    if file.suffix in PARQUET:
+    if file.suffix.lower() in PARQUET:
         yield from _parquet(file)
         return
-    if file.suffix in TEXT:
+    if file.suffix.lower() in TEXT:
         try:
             yield str(file), {TEXT_KEY: file.read_text(encoding="utf-8")}
         except UnicodeDecodeError as error:
