@@ -137,6 +137,7 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(
         (["--set", "train.tensor_parallel=2"], "train.tensor_parallel: is for the built-in GPT"),
         (["--set", "train.micro_batches=2"], "train.micro_batches: follows from tokens_per_step and batch here"),
         (["--set", "shard.stge=2"], "shard.stge: unknown key (did you mean 'stage'?)"),
+        (["--nnodes", "0", "--dry-run"], "--nnodes must be at least 1, is 0"),
         (["--restarts", "2"], "--restarts without --resume auto and --save-every"),
     ],
 )
@@ -155,6 +156,18 @@ def test_a_mistake_in_the_data_is_told_by_line_before_anything_starts(
     file = write_lines(tmp_path / "a.jsonl", [{"text": "red"}, {"txt": "blue"}])
     assert main(["finetune", made.model, str(file), *SMALL, "--out", str(tmp_path / "run")]) == 2
     assert f"{file}:2: has txt; it needs" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_can_trace_a_run_whose_steps_follow_from_the_data(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[object] = []
+    monkeypatch.setattr("zeroshard.cli.running._be_a_rank", lambda job, out, trace, resume: begun.append(trace) or 0)
+    trace = tmp_path / "trace.json"
+    given = [made.model, made.chats, *SMALL, "--trace", str(trace), "--out", str(tmp_path / "run")]
+    assert main(["finetune", *given]) == 0
+    assert begun == [trace]
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft"])

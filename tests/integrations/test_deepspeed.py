@@ -369,6 +369,17 @@ def test_a_checkpoint_goes_on_with_the_same_bits_in_another_stage(tmp_path: Path
 
 
 @on_ranks(2)
+def test_a_file_that_rank_0_cannot_write_is_told_on_all_ranks(tmp_path: Path) -> None:
+    engine = make()
+    (tmp_path / "latest").mkdir(exist_ok=True)
+    (tmp_path / "weights.bin").mkdir(exist_ok=True)
+    with pytest.raises((OSError, RuntimeError), match="latest"):
+        engine.save_checkpoint(str(tmp_path), tag="one")
+    with pytest.raises((OSError, RuntimeError), match="weights"):
+        engine.save_16bit_model(str(tmp_path), "weights.bin")
+
+
+@on_ranks(2)
 def test_weights_are_written_for_torch_load(tmp_path: Path) -> None:
     engine = make(stage=3)
     train(engine, range(2))

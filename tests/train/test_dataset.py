@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,21 @@ def test_data_without_anything_to_learn_is_refused(tmp_path: Path) -> None:
     one = write_lines(tmp_path / "b.jsonl", [{"text": "red cat"}])
     with pytest.raises(DataError, match=r"all 1 document\(s\) would be held out"):
         read(one, share=1 - 1e-12)
+
+
+def test_a_disk_without_room_for_stored_tokens_does_not_matter(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", chats(20))
+    expected = read(file).digest
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, former[1]))
+    try:
+        found = read(file, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert found.digest == expected
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_documents_longer_than_a_sequence_are_counted(tmp_path: Path) -> None:
+    rows = [{"text": text(words, words)} for words in (3, 4, 40, 50)]
+    assert read(write_lines(tmp_path / "a.jsonl", rows), share=0).cut == 2

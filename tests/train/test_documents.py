@@ -1,6 +1,7 @@
 """Documents from files, and what is told of files that cannot be trained on."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,12 @@ def test_parquet_has_the_same_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("{", "is no JSON: Expecting property name"),
+        ("{", "is no JSON, from character 2 on: Expecting property name"),
+        ('{"text": "a\x00"}', "is no JSON, from character 12 on: Invalid control character"),
+        ('{"text": ' + "[" * 10**5, "has too many brackets in brackets"),
+        ('{"text": ' + "1" * 5000 + "}", "has a number with too many digits"),
+        (r'{"text": "a \ud83d"}', r"has one half of a \ud… pair without the other"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', """message 1: "content" must be a string, is ['a']"""),
         ("[1]", "must be a JSON object, is [1]"),
         ('{"txt": "a"}', 'has txt; it needs "text", "prompt" and "completion", or "messages"'),
         ("{}", "has nothing; it needs"),
@@ -82,3 +88,27 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=expected):
             find_files([str(path)])
+
+
+def test_a_character_in_two_halves_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "🙂"}))
+    assert [document.row["text"] for document in read_documents([tmp_path / "a.jsonl"])] == ["🙂"]
+
+
+def test_parquet_without_pyarrow_is_told_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "a.parquet needs pyarrow, which is not installed; pip install pyarrow" in told(tmp_path / "a.parquet", "")
+
+
+def test_files_of_a_folder_are_found_in_any_case_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    for name in ("b/C.TXT", "a.txt", ".hidden.txt", ".cache/a.txt", "b/.cache/a.txt", "a.py"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("red")
+    found = find_files([str(tmp_path)])
+    assert [str(file.relative_to(tmp_path)) for file in found] == ["a.txt", "b/C.TXT"]
+    assert [document.row for document in read_documents(found)] == [{"text": "red"}] * 2
+    with pytest.raises(DataError, match=r"a\.txt is there twice"):
+        find_files([str(tmp_path), str(tmp_path / "a.txt")])

@@ -76,3 +76,13 @@ def test_what_a_tokenizer_cannot_do_is_told_by_line() -> None:
         encode(make_tokenizer("{{ raise_exception('no system') }}"), messages=CHAT)
     with pytest.raises(DataError, match=r"here:7: the tokenizer gives token \d+, and the model has 4 of them"):
         Encoder(make_tokenizer(), 4).encode(Document("here:7", {"text": "red"}))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_content_in_parts_is_one_text_and_keys_without_a_value_are_not_there(template: str) -> None:
+    asking = template.replace("{% endfor %}", "{{ message.keys() | list }}{% endfor %}")
+    parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}], "tool_calls": None} for message in CHAT
+    ]
+    tokenizer = make_tokenizer(asking)
+    assert encode(tokenizer, messages=parts) == encode(tokenizer, messages=CHAT)

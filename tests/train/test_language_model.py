@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
 import zeroshard
 from tests.matrix import slow
@@ -24,6 +25,8 @@ from zeroshard.train.language_model import LanguageModel
 from zeroshard.train.language_task import computes_loss, keeps_apart
 from zeroshard.train.language_weights import earlier_result, folder_of, save_language_model
 from zeroshard.train.packing import IGNORED, Excerpt, Sequences
+
+CPU = torch.device("cpu")
 
 
 def source(folder: Path, **options: Any) -> LanguageModel:
@@ -71,8 +74,8 @@ def loaded(model: LanguageModel) -> Any:
 def test_a_packed_document_has_the_logits_that_it_has_alone(attention: str, folder: Path) -> None:
     llama = source(folder, attention=attention)
     model = loaded(llama)
-    assert keeps_apart(model, llama, torch.device("cpu"))
-    assert computes_loss(model, llama, torch.device("cpu"))
+    assert keeps_apart(model, llama, CPU, batch=2)
+    assert computes_loss(model, llama, CPU)
     lengths = [5, 9, 4, 3]
     tokens = torch.randint(VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     documents = [Excerpt(sum(lengths[:number]), size) for number, size in enumerate(lengths)]
@@ -92,12 +95,60 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(attention: str, fold
 @pytest.mark.parametrize("kind", ["gpt2", slow("qwen2"), slow("gemma")])
 def test_other_architectures_keep_packed_documents_apart(kind: str, tmp_path: Path) -> None:
     other = source(make_model(tmp_path, kind=kind))
-    assert keeps_apart(loaded(other), other, torch.device("cpu"))
+    assert keeps_apart(loaded(other), other, CPU, batch=2)
 
 
 def test_a_model_whose_states_run_on_from_document_to_document_is_found_out(tmp_path: Path) -> None:
     mamba = source(make_model(tmp_path, kind="mamba", state_size=4, expand=2))
-    assert not keeps_apart(loaded(mamba), mamba, torch.device("cpu"))
+    assert not keeps_apart(loaded(mamba), mamba, CPU, batch=2)
+
+
+def alone_in_a_batch_of_one(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, position_ids: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """Looks for documents only in a batch of one sequence, as flash attention in transformers."""
+    seen = torch.ones(1, 1, query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    if len(query) == 1:
+        document = (position_ids == 0).cumsum(1)
+        seen = seen & (document[:, None, :, None] == document[:, None, None])
+    key, value = (tensor.repeat_interleave(module.num_key_value_groups, 1) for tensor in (key, value))
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, seen).transpose(1, 2), None
+
+
+def test_attention_that_keeps_documents_apart_only_in_a_batch_of_one_is_found_out(folder: Path) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register("alone", alone_in_a_batch_of_one)
+    AttentionMaskInterface.register("alone", lambda *_, **__: None)
+    llama = source(folder, attention="alone")
+    model = loaded(llama)
+    assert [keeps_apart(model, llama, CPU, batch) for batch in (1, 2, 3)] == [True, False, False]
+
+
+def test_flash_attention_is_given_all_sequences_as_one_row(folder: Path) -> None:
+    tokens, positions = torch.arange(12).view(3, 4), torch.arange(4).expand(3, 4)
+    given = source(folder, attention="flash_attention_2").inputs(tokens, positions)
+    assert given["input_ids"].tolist() == [list(range(12))]
+    assert given["position_ids"].tolist() == [[0, 1, 2, 3] * 3]
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_models_folder_is_never_run_and_nobody_is_asked(
+    file: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = shutil.copytree(folder, tmp_path / "foreign")
+    settings = json.loads((foreign / file).read_text())
+    changes = (
+        {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.Foreign"}}
+        if file == "config.json"
+        else {"tokenizer_class": "Foreign", "auto_map": {"AutoTokenizer": ["foreign.Foreign", None]}}
+    )
+    (foreign / file).write_text(json.dumps({**settings, **changes}))
+    (foreign / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="it needs Python code from its folder, which is never run"):
+        source(foreign).check()
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +205,7 @@ def test_a_model_that_computes_another_loss_is_found_out(folder: Path) -> None:
     llama = source(folder)
     model = loaded(llama)
     del model._loss_function
-    assert not computes_loss(model, llama, torch.device("cpu"))
+    assert not computes_loss(model, llama, CPU)
 
 
 def test_a_folder_that_cannot_be_trained_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

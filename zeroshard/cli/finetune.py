@@ -12,7 +12,7 @@ from ..config.checks import AUTO, DTYPES
 from ..config.job import CONFIGURATION, DEVICES, Job, changed, job_of, resolve_device
 from ..system.machine import device_of_rank
 from .job_options import overrides
-from .running import add_run_options, count_ranks, require_libraries, run_job
+from .running import add_run_options, count_nodes, count_ranks, require_libraries, run_job
 
 HELP = "fine-tune a Hugging Face model on your files, whole or with LoRA"
 DESCRIPTION = """\
@@ -155,7 +155,7 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     from ..train.language_task import headline, optimizer_of, plan_of, read_data, settled_steps, sizes_of
 
     device = resolve_device(job.train.device)
-    ranks = count_ranks(arguments.ranks, device)
+    ranks, nodes = count_ranks(arguments.ranks, device), count_nodes(arguments.nnodes)
     source = LanguageModel(job.language_model)
     source.check()
     source.check_weights()
@@ -165,7 +165,7 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     model = source.build(job.train.seed)
     sharing = 1 if device == "cuda" else ranks
     room = foresee.room_of(model, device_of_rank(torch.device(device)), local_ranks=ranks, device_ranks=sharing)
-    found = plan_of(job, source, model, optimizer_of(job, model), room, ranks * arguments.nnodes, sequence)
+    found = plan_of(job, source, model, optimizer_of(job, model), room, ranks * nodes, sequence)
     print("\n".join([*headline(job, source, data, sizes_of(model), sequence), found.told]))
     print("a dry run: nothing was started" + ("" if found.fits else ", and this would not fit"))
     return 0 if found.fits else 1

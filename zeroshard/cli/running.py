@@ -121,13 +121,10 @@ def require_libraries(job: Job) -> None:
     Raises:
         ValueError: with the command that installs the library.
     """
-    parquet = any(file.endswith(".parquet") for file in job.files.files)
     try:
         require("transformers", "a Hugging Face model", "transformers")
         if job.language_model.lora:
             require("peft", "--lora")
-        if parquet:
-            require("pyarrow", "Parquet data")
     except ImportError as error:
         raise ValueError(error) from None
 
@@ -160,12 +157,20 @@ def count_ranks(asked: int | None, device: str) -> int:
     return asked or gpus
 
 
+def count_nodes(asked: int) -> int:
+    """Return how many nodes a job runs on."""
+    if asked < 1:
+        raise ValueError(f"--nnodes must be at least 1, is {asked}")
+    return asked
+
+
 def _check_trace(file: Path | None, job: Job) -> None:
     if file is None:
         return
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise ValueError(f"--trace {file}: {'is a folder' if file.is_dir() else 'its folder does not exist'}")
-    if job.train.steps < LEAST_STEPS_TO_TRACE:
+    steps_follow = under_torchrun() and not job.train.steps  # the process that started the ranks has looked
+    if job.train.steps < LEAST_STEPS_TO_TRACE and not steps_follow:
         raise ValueError(
             f"--trace: of {job.train.steps} step(s) none has settled; use at least {LEAST_STEPS_TO_TRACE} "
             "(--steps, train.steps)"
@@ -201,8 +206,7 @@ def _check_free(out: Path, nodes: Nodes) -> None:
 
 
 def _nodes(arguments: argparse.Namespace) -> Nodes:
-    if arguments.nnodes < 1:
-        raise ValueError(f"--nnodes must be at least 1, is {arguments.nnodes}")
+    count_nodes(arguments.nnodes)
     if not 0 <= arguments.node_rank < arguments.nnodes:
         raise ValueError(f"--node-rank must be from 0 to {arguments.nnodes - 1}, is {arguments.node_rank}")
     if arguments.nnodes > 1 and arguments.master_addr is None:

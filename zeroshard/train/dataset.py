@@ -36,6 +36,8 @@ class Dataset:
     tokens: int
     skipped: int
     """Documents without a token to predict."""
+    cut: int
+    """Documents that are longer than a sequence."""
     digest: str
     """A fingerprint of all tokens and targets."""
     prompt: list[int]
@@ -89,7 +91,8 @@ def read_dataset(
         documents=(len(sides[0]), len(sides[1])),
         tokens=found.tokens.numel(),
         skipped=found.skipped,
-        digest=_hash(found.tokens.numpy().tobytes() + found.targets.numpy().tobytes()).hex(),
+        cut=int((found.documents[:, 1] > sequence).sum()),
+        digest=_hash(found.tokens, found.targets).hex(),
         prompt=_prompt(found, (sides[1] or sides[0])[0], sequence),
     )
 
@@ -109,7 +112,7 @@ def _encode(files: Sequence[Path], share: float, encoder: Encoder) -> _Encoded:
         tokens.append(mine)
         targets.append(following)
         documents.append((start, len(mine)))
-        hashes.append(int.from_bytes(_hash(mine.numpy().tobytes())[:8]))
+        hashes.append(int.from_bytes(_hash(mine)[:8]))
         start += len(mine)
     if not documents:
         named = ", ".join(map(str, files[:3]))
@@ -131,8 +134,12 @@ def _prompt(found: _Encoded, excerpt: Excerpt, sequence: int) -> list[int]:
     return [int(token) for token in found.tokens[excerpt.start : excerpt.start + min(size, sequence // 2)]]
 
 
-def _hash(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=32).digest()
+def _hash(*contents: bytes | Tensor) -> bytes:
+    """Return a fingerprint of some contents, one after the other. Copies none of them."""
+    found = hashlib.blake2b(digest_size=32)
+    for content in contents:
+        found.update(content if isinstance(content, bytes) else content.numpy().data)
+    return found.digest()
 
 
 def _store(found: _Encoded, file: Path) -> None:
@@ -143,7 +150,7 @@ def _store(found: _Encoded, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, {"skipped": str(found.skipped)})
         os.replace(partial, file)
-    except OSError:
+    except (OSError, SafetensorError):  # the second where a disk is full
         partial.unlink(missing_ok=True)
 
 

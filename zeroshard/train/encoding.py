@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .documents import COMPLETION, MESSAGES, PROMPT, TEXT_KEY, TOOLS, DataError, Document
+from .documents import COMPLETION, MESSAGES, PROMPT, TEXT_KEY, TOOLS, DataError, Document, plain_messages
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -80,7 +80,7 @@ class Encoder:
     def _by_marks(self, document: Document) -> Encoded:
         """Return a conversation whose template marks what the assistant says."""
         found = self._tokenizer.apply_chat_template(
-            document.row[MESSAGES],
+            plain_messages(document.row[MESSAGES]),
             tools=document.row.get(TOOLS),
             tokenize=True,
             return_dict=True,
@@ -90,7 +90,7 @@ class Encoder:
 
     def _by_prefixes(self, document: Document) -> Encoded:
         """Return a conversation whose turns are found by rendering more and more of it."""
-        messages = document.row[MESSAGES]
+        messages = plain_messages(document.row[MESSAGES])
         whole = self._render(document, messages)
         spans: list[tuple[int, int]] = []
         for number, message in enumerate(messages):

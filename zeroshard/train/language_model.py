@@ -6,6 +6,7 @@ import inspect
 import logging
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,11 @@ NEEDED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """Files of a model on the hub that are downloaded."""
 TOKENIZER = re.compile("token|vocab|merges|special_tokens|added_tokens|chat_template|spiece|sentencepiece")
 """How the names of a tokenizer's files begin."""
+LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+"""Without the second, transformers asks at the terminal whether to run code of the folder."""
+FOREIGN_CODE = "custom code"
+"""What transformers says of a folder that it cannot read without the folder's own code."""
+NO_FOREIGN_CODE = "it needs Python code from its folder, which is never run; take a model that transformers has itself"
 TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt")
 
 
@@ -78,8 +84,10 @@ class LanguageModel:
 
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its remarks are on generating text, and on kernels
         try:
-            found = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            found = transformers.AutoConfig.from_pretrained(self.folder, **LOCAL)
         except Exception as error:
+            if FOREIGN_CODE in str(error):
+                raise ValueError(f"model {self.folder}: {NO_FOREIGN_CODE}") from None
             raise ValueError(f"model {self.folder}: config.json cannot be read: {error}") from None
         if getattr(found, "quantization_config", None) is not None:
             raise ValueError(f"model {self.folder}: its weights are quantised; train the model that they were made of")
@@ -108,8 +116,10 @@ class LanguageModel:
         import transformers
 
         try:
-            return transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            return transformers.AutoTokenizer.from_pretrained(self.folder, **LOCAL)
         except Exception as error:
+            if FOREIGN_CODE in str(error):
+                raise ValueError(f"model {self.folder}: its tokenizer: {NO_FOREIGN_CODE}") from None
             raise ValueError(
                 f"model {self.folder}: it has no tokenizer that can be read (tokenizer.json, tokenizer_config.json): "
                 f"{' '.join(str(error).split())[:200]}"
@@ -144,10 +154,16 @@ class LanguageModel:
         return asked or min(USUAL_SEQUENCE, longest or USUAL_SEQUENCE)
 
     def inputs(self, tokens: Tensor, positions: Tensor | None = None) -> dict[str, Any]:
-        """Return what the model's forward is given. A model without positions has none to be told."""
+        """Return what the model's forward is given. A model without positions has none to be told.
+
+        Flash attention looks for documents only in a batch of one, so there all sequences become one row.
+        """
         takes = inspect.signature(self.causal_class.forward).parameters  # type: ignore[attr-defined]
-        told = positions is not None and "position_ids" in takes
-        return {"input_ids": tokens, **({"position_ids": positions} if told else {})}
+        if positions is None or "position_ids" not in takes:
+            return {"input_ids": tokens}
+        if "flash" in self.config.attention:
+            tokens, positions = tokens.reshape(1, -1), positions.reshape(1, -1)
+        return {"input_ids": tokens, "position_ids": positions}
 
     def example(self, batch: int, sequence: int) -> dict[str, Any]:
         """Return one micro-batch for the plan, with two documents a sequence: transformers looks at their positions."""

@@ -129,7 +129,7 @@ class LanguageTask:
     def prepare(self, model: nn.Module) -> None:
         """Find out whether the model keeps documents of a sequence apart, and computes the loss that it is given."""
         self._computes_loss = computes_loss(model, self._model, self._here.device)
-        self._isolated = keeps_apart(model, self._model, self._here.device)
+        self._isolated = keeps_apart(model, self._model, self._here.device, self._job.train.batch)
         if not self._isolated and self._here.rank == 0:
             print("this model cannot tell packed documents apart: attention crosses from one to the next", flush=True)
 
@@ -282,6 +282,7 @@ def headline(job: Job, model: LanguageModel, data: Dataset, sizes: tuple[int, in
     trained, held_out = data.documents
     sides = f"{trained:,} document(s) to train on, {held_out:,} held out"
     skipped = f", {data.skipped:,} skipped that have nothing to predict" if data.skipped else ""
+    skipped += f", {data.cut:,} cut that are longer than a sequence" if data.cut else ""
     sequences = sequences_a_step(job, sequence)
     none = "" if data.held_out is not None else "; none is held out, so nothing is evaluated"
     return [
@@ -292,19 +293,22 @@ def headline(job: Job, model: LanguageModel, data: Dataset, sizes: tuple[int, in
 
 
 @torch.no_grad()
-def keeps_apart(model: nn.Module, source: LanguageModel, device: torch.device) -> bool:
+def keeps_apart(model: nn.Module, source: LanguageModel, device: torch.device, batch: int) -> bool:
     """Return whether a document's logits do not depend on the document before it. Every rank calls this.
 
-    Positions that begin again tell documents apart, in the models of transformers whose attention uses them.
+    Positions that begin again tell documents apart, in the models of transformers whose attention uses them. Some
+    attention does so only in a `batch` of one sequence.
     """
+    rows = min(2, batch)
     half, vocabulary = PROBED // 2, source.vocabulary
     tokens = torch.arange(PROBED).remainder(vocabulary)
     others = torch.cat([(tokens[:half] + 1).flip(0).remainder(vocabulary), tokens[half:]])
-    positions = torch.arange(half).repeat(2)[None].to(device)
+    positions = torch.arange(half).repeat(2).repeat(rows, 1).to(device)
     training = model.training
     model.eval()
     seen, other = (
-        model(**source.inputs(given[None].to(device), positions)).logits[0, half:] for given in (tokens, others)
+        model(**source.inputs(given.repeat(rows, 1).to(device), positions)).logits.view(rows, PROBED, -1)[:, half:]
+        for given in (tokens, others)
     )
     model.train(training)
     allowed = max(SAME, torch.finfo(seen.dtype).eps / 4) * seen.abs().max()

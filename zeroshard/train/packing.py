@@ -8,6 +8,7 @@ a sequence is padding. Each token's target is the token after it in the same doc
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -131,8 +132,8 @@ class Order:
         place, end = (step - 1) * self.a_step, step * self.a_step
         while place < end:
             epoch, first = divmod(place, self.sequences)
-            shuffled = torch.randperm(self.sequences, generator=_generator(self.seed + 1 + epoch)).tolist()
-            found += shuffled[first : first + end - place]
+            shuffled = _shuffled(self.sequences, self.seed + 1 + epoch)
+            found += shuffled[first : first + end - place].tolist()
             place = (step - 1) * self.a_step + len(found)
         return found
 
@@ -151,6 +152,12 @@ def divide(numbers: Sequence[int], rank: int, ranks: int, most: int) -> list[lis
     count = -(-each // most)
     ends = [each * part // count for part in range(count + 1)]
     return [mine[start:end] for start, end in pairwise(ends)]
+
+
+@lru_cache(maxsize=2)
+def _shuffled(count: int, seed: int) -> Tensor:
+    """Return the numbers below `count` in an order that the seed decides. Kept, because every step asks for it."""
+    return torch.randperm(count, generator=_generator(seed))
 
 
 def _generator(seed: int) -> torch.Generator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ... import api
+from ...runtime import runtime_of
 from ...storage.load import load
-from ...storage.save import save
+from ...storage.save import save, while_all_wait
 from ...system.structures import map_tensors
 from .configuration import Configuration
 
@@ -206,11 +207,10 @@ class Engine(nn.Module):
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         counts = [self.global_steps, self.micro_steps, self.global_samples]
         extra = {"client_state": dict(client_state or {}), "counts": counts}
-        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        self._on_rank_zero(lambda: Path(save_dir).mkdir(parents=True, exist_ok=True))
         save(Path(save_dir) / name, self.module, self.optimizer, self.lr_scheduler, extra=extra)
-        if save_latest and self.global_rank == 0:
-            (Path(save_dir) / "latest").write_text(name)
-        _barrier()
+        if save_latest:
+            self._on_rank_zero(lambda: (Path(save_dir) / "latest").write_text(name))
         return True
 
     def load_checkpoint(
@@ -247,15 +247,22 @@ class Engine(nn.Module):
     ) -> bool:
         """Rank 0 writes the whole model for ``torch.load``. Collective."""
         state = api.full_state_dict(self.module, rank=0)
-        if self.global_rank == 0:
-            frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        left_out = frozen if exclude_frozen_parameters else set()
+
+        def write() -> None:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            left_out = frozen if exclude_frozen_parameters else set()
-            torch.save({n: v for n, v in state.items() if n not in left_out}, Path(save_dir) / save_filename)
-        _barrier()
+            with open(Path(save_dir) / save_filename, "wb") as file:  # unlike torch, `open` names the file in errors
+                torch.save({n: v for n, v in state.items() if n not in left_out}, file)
+
+        self._on_rank_zero(write)
         return True
 
     save_fp16_model = save_16bit_model
+
+    def _on_rank_zero(self, work: Callable[[], object]) -> None:
+        """Does the work on rank 0 alone. All ranks wait, and all raise if it fails."""
+        while_all_wait(runtime_of(self.module).fabric, work if self.global_rank == 0 else None)
 
     def destroy(self) -> None:
         """Nothing is to be done: memory is given back with the engine."""
@@ -272,8 +279,3 @@ class Engine(nn.Module):
             pin_memory=self.device.type == "cuda",
             num_workers=2 if self.device.type == "cuda" else 0,
         )
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
