@@ -31,11 +31,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     import zeroshard
     from zeroshard import Activations
     from zeroshard.config.job import ModelConfig
-    from zeroshard.system import compat
+    from zeroshard.system import compat_groups
     from zeroshard.train.gpt import GPT
 
     lengths = [1024, 640, 896, 512, 960, 768, 1008, 576]
-    with compat.one_rank_of(arguments.world, 0):
+    with compat_groups.one_rank_of(arguments.world, 0):
         config = ModelConfig(
             layers=arguments.layers, hidden=arguments.hidden, heads=arguments.hidden // 64, sequence=1024
         )

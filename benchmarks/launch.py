@@ -33,9 +33,9 @@ def measure(stage: int, device: str) -> float:
     from torch import nn
 
     import zeroshard
-    from zeroshard.system import compat
+    from zeroshard.system import compat_groups
 
-    with compat.one_rank_of(8, 0):
+    with compat_groups.one_rank_of(8, 0):
         block = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))) for _ in range(BLOCKS)]
         model = nn.Sequential(*block)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

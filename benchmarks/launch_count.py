@@ -31,7 +31,7 @@ import zeroshard
 from benchmarks.gpu_step import compile_blocks
 from benchmarks.gpu_step import plain as by_hand
 from zeroshard.config.job import ModelConfig
-from zeroshard.system import compat
+from zeroshard.system import compat, compat_groups
 from zeroshard.train.gpt import GPT
 
 PACKAGE = Path(zeroshard.__file__).resolve().parent
@@ -80,7 +80,7 @@ def _owner(frame: FrameType | None) -> str:
             return "optimizer"
         if path.startswith(str(PACKAGE / "train")) or path == __file__:
             return "model"
-        if path.startswith(str(PACKAGE)) and not path.endswith("compat.py"):
+        if path.startswith(str(PACKAGE)) and "compat" not in Path(path).name:
             return "zeroshard"
         frame = frame.f_back
     return "model"
@@ -197,7 +197,7 @@ def measure(variant: str, arguments: argparse.Namespace) -> tuple[Counts, Counts
     shallow, deep = arguments.layers
     found = []
     for layers in (shallow, deep):
-        with nullcontext() if variant == "plain" else compat.one_rank_of(arguments.world, 0):
+        with nullcontext() if variant == "plain" else compat_groups.one_rank_of(arguments.world, 0):
             torch.compiler.reset()
             step = build(variant, layers, arguments.device, not arguments.keep_activations, arguments.compile)
             found.append(count(step, arguments.device, compiled=bool(arguments.compile)))

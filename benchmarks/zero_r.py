@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard import Activations
 from zeroshard.config.job import ModelConfig
-from zeroshard.system import compat
+from zeroshard.system import compat_groups
 from zeroshard.train.gpt import GPT
 from zeroshard.train.tensor_parallel import parallelise
 
@@ -69,7 +69,7 @@ def peak_of(layers: int, arguments: argparse.Namespace, options: dict[str, Any])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
-        with compat.one_rank_of(arguments.world, 0):
+        with compat_groups.one_rank_of(arguments.world, 0):
             _train(layers, arguments, options)
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     except torch.cuda.OutOfMemoryError:

@@ -45,7 +45,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
 
 def test_private_names_of_torch_are_only_in_compat() -> None:
     for path in PACKAGE.rglob("*.py"):
-        if path.name == "compat.py":
+        if path.name in ("compat.py", "compat_compile.py", "compat_groups.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if ast.unparse(node) == "os._exit":  # a public function of Python

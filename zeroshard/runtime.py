@@ -37,7 +37,7 @@ from .states.buffers import Buffers, make_ordinary
 from .states.flat import SLEEPING, Flat
 from .states.turns import Turns
 from .states.unit import Unit, check_no_block_open
-from .system import compat
+from .system import compat, compat_compile
 from .system.hook import NotCopyable
 
 _ATTRIBUTE = "_zeroshard_runtime"
@@ -382,7 +382,7 @@ def _copied(parameter: nn.Parameter) -> Tensor:
 
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a sharded model. ``torch.compile(model)`` is as good as the model."""
-    found = model.__dict__.get(_ATTRIBUTE) or compat.uncompiled(model).__dict__.get(_ATTRIBUTE)
+    found = model.__dict__.get(_ATTRIBUTE) or compat_compile.uncompiled(model).__dict__.get(_ATTRIBUTE)
     if not isinstance(found, Runtime):
         raise ValueError(f"this {type(model).__name__} is not sharded; pass the model that zeroshard.shard() returned")
     return found

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zeroshard
 from tests.models import loss_of, net
 from zeroshard.comm.fabric import Fabric
-from zeroshard.system import compat
+from zeroshard.system import compat, compat_groups
 
 
 class Operations(compat.OperationWatch):
@@ -80,7 +80,7 @@ def test_values_of_ranks_that_are_not_there_are_taken_to_be_its_own(world_of_eig
 def test_a_gather_costs_as_many_operations_in_a_large_world_as_in_a_small_one() -> None:
     counts = []
     for world in (4, 256):
-        with compat.one_rank_of(world, 1):
+        with compat_groups.one_rank_of(world, 1):
             lane = Fabric(torch.device("cpu"), stall_timeout=10.0).gathers
             whole, shard = torch.zeros(world), torch.ones(1)
             with Operations() as seen:

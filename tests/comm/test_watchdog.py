@@ -9,7 +9,7 @@ import weakref
 
 import torch.distributed as dist
 
-from zeroshard.system import compat
+from zeroshard.system import compat_groups
 
 ENDS_WHILE_POSTING = """
 import time
@@ -18,11 +18,11 @@ from zeroshard.comm import posts
 from zeroshard.comm.lookout import Lookout
 from zeroshard.comm.store import BoundedStore
 from zeroshard.comm.watchdog import Watchdog
-from zeroshard.system import compat
+from zeroshard.system import compat_groups
 
 posts.BEAT_SECONDS = 0.0
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
-watchdog = Watchdog(posts.Posts(BoundedStore(compat.default_store()), 0, 1, "some"), 0, 1, 1.0)
+watchdog = Watchdog(posts.Posts(BoundedStore(compat_groups.default_store()), 0, 1, "some"), 0, 1, 1.0)
 lookout = Lookout(watchdog)
 while watchdog._beat < 50:
     time.sleep(0.01)
@@ -41,7 +41,7 @@ def test_the_connection_to_the_store_does_not_keep_the_store_of_a_group_that_was
     store = dist.TCPStore("localhost", 0, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        assert compat.default_store() is compat.default_store()
+        assert compat_groups.default_store() is compat_groups.default_store()
         old = weakref.ref(dist.distributed_c10d._get_default_store())
     finally:
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ import zeroshard
 from tests.matrix import matrix
 from zeroshard import Activations
 from zeroshard.config.job import ModelConfig
-from zeroshard.system import compat
+from zeroshard.system import compat_groups
 from zeroshard.train.gpt import GPT
 
 CONFIG = ModelConfig(layers=12, hidden=256, heads=4, sequence=128)
@@ -60,7 +60,7 @@ def test_blocks_train_as_plain_torch_compiles_them(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_rank_of_eight_compiles_one_graph(stage: int) -> None:
-    with compat.one_rank_of(8, 0):
+    with compat_groups.one_rank_of(8, 0):
         torch._dynamo.utils.counters.clear()
         model = compiled()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -36,7 +36,7 @@ from tests.training import (
     weights,
 )
 from zeroshard.offload.transfer import Transfer
-from zeroshard.system import compat
+from zeroshard.system import compat_groups
 
 PLACES = (None, "cpu")
 """Where optimizer states and gradients live (option ``offload``)."""
@@ -516,7 +516,7 @@ def test_the_gradients_of_several_models_are_clipped_together() -> None:
 
 
 def test_one_rank_of_a_world_without_the_others_clips_too() -> None:
-    with compat.one_rank_of(4, 1):
+    with compat_groups.one_rank_of(4, 1):
         for stage in STAGES:
             model, optimizer = shard(stage=stage)
             loss_of(model, 0).backward()

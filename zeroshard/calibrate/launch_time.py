@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..api import shard, synchronize
 from ..config.job import ModelConfig
-from ..system import compat
+from ..system import compat_groups
 from ..train.gpt import GPT
 from .stopwatch import seconds_once
 from .update_probe import BusyHost
@@ -72,7 +72,7 @@ def _in_turn(device: torch.device, busy_host: BusyHost) -> dict[str, list[Launch
     probes = {way: _probes(device, **options) for way, options in WAYS.items()}
     if dist.is_initialized():
         return _steps(probes, busy_host)
-    with compat.one_rank_of(8, 0):
+    with compat_groups.one_rank_of(8, 0):
         probes["divided"] = _probes(device, stage=3)
         return _steps(probes, busy_host)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.bounds import MESSAGE_BYTES
-from ..system import compat, machine
+from ..system import compat_groups, machine
 from ..system.device import identity
 from .exchange import DisagreementError as DisagreementError  # other rooms know this file alone
 from .exchange import Exchange
@@ -67,7 +67,7 @@ class Fabric:
         """No other rank answers."""
         everybody = self._new_groups([range(self.world)])
         name = "alone" if self._alone or everybody is None else everybody.group_name
-        store = compat.private_store() if self._alone else compat.default_store()
+        store = compat_groups.private_store() if self._alone else compat_groups.default_store()
         posts = Posts(BoundedStore(store), self.rank, self.world, name)
         self.watchdog = Watchdog(posts, self.rank, self.world, stall_timeout)
         watched: list[Lane] = []
@@ -120,7 +120,7 @@ class Fabric:
             if len(row) > 1:
                 # NCCL's own watchdog would end the process and not say who was missing, so its limit stays long.
                 limit = None if self.backend == "nccl" else self._patience
-                with compat.errors_left_to_caller():
+                with compat_groups.errors_left_to_caller():
                     group = dist.new_group(list(row), timeout=limit)
                 mine = group if self.rank in row else mine
         return mine if isinstance(mine, dist.ProcessGroup) else None
@@ -131,7 +131,9 @@ class Fabric:
 
     def _new_exchange(self, name: str) -> Exchange:
         address = machine.address_for_ranks()
-        group = compat.host_messages(f"zeroshard/exchange/{name}", self.rank, self.world, address, self._patience)
+        group = compat_groups.host_messages(
+            f"zeroshard/exchange/{name}", self.rank, self.world, address, self._patience
+        )
         return Exchange(group, self.rank, self.world, self.stall_timeout, self.watchdog)
 
     def _count_device_ranks(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..system import compat
+from ..system import compat_groups
 
 
 class Grid(NamedTuple):
@@ -31,8 +31,10 @@ def grid(mesh: DeviceMesh | None, model_mesh: DeviceMesh | None, gather: Gather 
     ranks are assumed to be arranged regularly.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    mine = [rank] if model_mesh is None else compat.mesh_ranks(model_mesh)
-    rows = None if mesh is None else compat.mesh_ranks(mesh) if mesh.ndim == 2 else [compat.mesh_ranks(mesh)]
+    mine = [rank] if model_mesh is None else compat_groups.mesh_ranks(model_mesh)
+    rows = None if mesh is None else compat_groups.mesh_ranks(mesh)
+    if mesh is not None and mesh.ndim == 1:
+        rows = [rows]
     if model_mesh is None and mesh is not None and mesh.ndim == 1:
         raise ValueError(
             "mesh must have two dimensions, replicas and shards, for a model without tensor parallelism; of one "

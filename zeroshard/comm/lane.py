@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config.bounds import MESSAGE_BYTES
-from ..system import compat
+from ..system import compat_groups
 from .traffic import Collective, Meter
 from .transport import Finish, Transport, all_gather
 from .watchdog import Watchdog
@@ -203,7 +203,7 @@ class Lane:
     def abort(self) -> None:
         """Ends all operations on the device. None is possible afterwards."""
         if self.stream is not None and self.group is not None:
-            compat.abort(self.group)
+            compat_groups.abort(self.group)
 
     def _note(self, kind: Collective, whole: Tensor, label: str) -> str:
         """Notes an operation that begins, and returns it in words."""

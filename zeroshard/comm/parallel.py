@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..config.layout import Box, contiguous_strides
-from ..system import compat
+from ..system import compat, compat_groups
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -55,7 +55,7 @@ def box_of(parameter: Tensor) -> Box | None:
     size = parameter.shape[axis]
     chunk = math.ceil(size / parameter.device_mesh.size())
     offsets = [0] * parameter.dim()
-    offsets[axis] = min(size, chunk * compat.mesh_ranks(parameter.device_mesh).index(dist.get_rank()))
+    offsets[axis] = min(size, chunk * compat_groups.mesh_ranks(parameter.device_mesh).index(dist.get_rank()))
     return Box(tuple(parameter.shape), tuple(offsets))
 
 
@@ -94,7 +94,7 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return compat.completed(compat.local_tensor(gradient))
+    return compat_groups.completed(compat.local_tensor(gradient))
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:

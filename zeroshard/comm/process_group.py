@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..system import compat, machine
+from ..system import compat_groups, machine
 
 if TYPE_CHECKING:
     from .fabric import Fabric
@@ -24,7 +24,7 @@ def start_process_group(device: torch.device) -> None:
         store = _store_of_restart()
         if store is not None:
             given = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        with compat.errors_of_earlier_starts_ignored():
+        with compat_groups.errors_of_earlier_starts_ignored():
             dist.init_process_group(backend, device_id=index, **given)
     elif dist.is_initialized():
         _warn_of_earlier_start(device)
@@ -34,7 +34,7 @@ def _warn_of_earlier_start(device: torch.device) -> None:
     """Warns if a process group of the user's would end the process, for an error of the ranks before a restart."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     wanted = os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1").lower() in ("y", "yes", "1", "t", "true")
-    if again and wanted and backend_for(None, device) == "nccl" and compat.error_of_earlier_start():
+    if again and wanted and backend_for(None, device) == "nccl" and compat_groups.error_of_earlier_start():
         warnings.warn(
             "the ranks before this restart left a signal in torchrun's store, for which torch ends every rank after "
             "eight minutes; set TORCH_NCCL_DUMP_ON_TIMEOUT=0 for torchrun, or let shard() start the process group",

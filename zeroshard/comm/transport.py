@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..system import compat
+from ..system import compat, compat_groups
 
 # torch 2.13 renamed these two, and warns on the old names. torch 2.11 has only the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -78,7 +78,7 @@ class Collectives:
         self._average(whole, whole, lambda op: dist.all_reduce(whole, op, group=self._group))
 
     def together(self) -> AbstractContextManager[object]:
-        return compat.together(self._group) if self._is_nccl else nullcontext()
+        return compat_groups.together(self._group) if self._is_nccl else nullcontext()
 
     def _average(self, inputs: Tensor, outputs: Tensor, reduce: Callable[[dist.ReduceOp.RedOpType], object]) -> None:
         if self._is_nccl:  # Gloo can only add

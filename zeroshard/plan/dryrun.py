@@ -25,7 +25,7 @@ from ..observe.ledger import Memory
 from ..offload.place import room_for_states
 from ..runtime import Runtime, runtime_of
 from ..states.flat import Flat
-from ..system import compat
+from ..system import compat, compat_groups
 
 STEPS = 3
 """Steps before the peak is read. The first two learn the order of units and make the optimizer's states. One more step,
@@ -107,7 +107,7 @@ def dry_run(
         )
     offload = _as_run(config.offload, world, real)
     options["offload"] = offload
-    with compat.one_rank_of(world, rank):
+    with compat_groups.one_rank_of(world, rank):
         if parallelise is not None and tensor_parallel > 1:
             device = "cuda" if real else "cpu"
             names = ("data", "model")

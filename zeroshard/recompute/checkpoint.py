@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..comm import parallel
 from ..comm.fabric import DisagreementError, Fabric
 from ..config.options import Activations
-from ..system import compat
+from ..system import compat, compat_compile
 from ..system.hook import Hook
 from ..system.structures import map_leaves, map_tensors
 from .choice import Choice
@@ -99,13 +99,13 @@ class RecomputedForward(Hook):
         forward: Callable[..., Any],
         warn: Callable[[], None],
     ) -> None:
-        super().__init__(compat.untraced(run))
+        super().__init__(compat_compile.untraced(run))
         self._ordinary = self._compiled = forward
-        self._warn = compat.untraced(warn)
+        self._warn = compat_compile.untraced(warn)
 
-    def compile(self, compiler: compat.Compiler | None) -> None:
+    def compile(self, compiler: compat_compile.Compiler | None) -> None:
         """Compiles the forward inside. None: makes it ordinary again."""
-        self._compiled = compat.compiled(compiler, self._ordinary)
+        self._compiled = compat_compile.compiled(compiler, self._ordinary)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -271,6 +271,6 @@ def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     return result
 
 
-@compat.untraced
+@compat_compile.untraced
 def _run(function: Callable[..., Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
     return _active[-1].run(function, args, kwargs)

@@ -19,9 +19,9 @@ from torch import nn
 
 from ..recompute.checkpoint import RecomputedForward
 from ..states.unit import Unit
-from ..system import compat
+from ..system import compat_compile
 from ..system.callers import user_level
-from ..system.compat import Compiler
+from ..system.compat_compile import Compiler
 
 
 class Compiled:
@@ -52,13 +52,13 @@ class Compiled:
 
         ``changed``: modules were put into the model since the last look.
         """
-        around = compat.surrounding_compiler()
-        if changed or around is not self._around or compat.compiled_calls(self._watched) != self._calls:
+        around = compat_compile.surrounding_compiler()
+        if changed or around is not self._around or compat_compile.compiled_calls(self._watched) != self._calls:
             self._around, self._callers = around, []
             found: dict[nn.Module, bool] = {}
             self._arrange(self._model, around, found)
             self._watched = [module for module, has_seam in found.items() if has_seam]
-            self._calls = compat.compiled_calls(self._watched)
+            self._calls = compat_compile.compiled_calls(self._watched)
 
     def _arrange(
         self, module: nn.Module, around: Compiler | None, found: dict[nn.Module, bool], own: Compiler | None = None
@@ -71,10 +71,10 @@ class Compiled:
         if module in found:
             return found[module]
         found[module] = seam = self._is_seam(module)
-        inner = compat.uncompiled(module)
+        inner = compat_compile.uncompiled(module)
         own = own or self._own_compiler(module)
         if seam:
-            compat.set_call(module, None if around is None else self._close(module))
+            compat_compile.set_call(module, None if around is None else self._close(module))
             if inner is module:
                 self._compile(module, own or around)
         elif inner is not module and own is not None and self._is_seam(inner):
@@ -93,34 +93,34 @@ class Compiled:
 
     def _own_compiler(self, module: nn.Module) -> Compiler | None:
         """What the user has compiled this very module with."""
-        if compat.uncompiled(module) is not module:
-            return compat.compiler_of(module)
-        (call,) = compat.compiled_calls([module])
+        if compat_compile.uncompiled(module) is not module:
+            return compat_compile.compiler_of(module)
+        (call,) = compat_compile.compiled_calls([module])
         if call is None or call is self._closed.get(module):
             return self._in_place.get(module)
-        compiler = compat.compiler_of(call)
+        compiler = compat_compile.compiler_of(call)
         if compiler is not None and self._is_seam(module):
             self._in_place[module] = compiler
         return compiler
 
     def _close(self, module: nn.Module) -> Callable[..., Any]:
         if module not in self._closed:
-            ordinary = compat.ordinary_call(module)
+            ordinary = compat_compile.ordinary_call(module)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 if self._callers:
                     self._name_uncompiled_callers()
                 return ordinary(*args, **kwargs)
 
-            self._closed[module] = compat.untraced(call)
+            self._closed[module] = compat_compile.untraced(call)
         return self._closed[module]
 
     def _name_uncompiled_callers(self) -> None:
         """Warns of compiled forwards around a seam that run uncompiled."""
         callers, self._callers = self._callers, []
-        running = list(compat.running_codes())
+        running = list(compat_compile.running_codes())
         for code, title in callers:
-            if title not in self._told and any(compat.is_uncompiled_part(part, code) for part in running):
+            if title not in self._told and any(compat_compile.is_uncompiled_part(part, code) for part in running):
                 self._told.add(title)
                 warnings.warn(
                     f"{title} calls blocks in a loop, and torch.compile does not cut a graph in two inside a loop: the "
@@ -140,5 +140,5 @@ class Compiled:
             module.forward = self._ordinary.pop(module)
         else:
             ordinary = self._ordinary.setdefault(module, module.forward)
-            module.forward = compat.compiled(compiler, ordinary)
+            module.forward = compat_compile.compiled(compiler, ordinary)
         self._compilers[module] = compiler

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..system import compat
+from ..system import compat, compat_compile
 from ..system.structures import tensors_in
 
 VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -215,7 +215,7 @@ def _describe(parameter: nn.Parameter) -> str:
     return f"{kind}{name} (its value is not here; {facts}, requires_grad={parameter.requires_grad})"
 
 
-@compat.untraced
+@compat_compile.untraced
 def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     name = func.__name__

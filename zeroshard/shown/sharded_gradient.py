@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from ..system import compat
+from ..system import compat, compat_compile
 from ..system.structures import map_tensors, tensors_in
 from .absent import FACTS, LIKE, STRIDES
 from .factors import Factor
@@ -242,7 +242,7 @@ def _check_functions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor.check_current()
 
 
-_answer_untraced = compat.untraced(_answer)
+_answer_untraced = compat_compile.untraced(_answer)
 
 
 def _attribute(func: Any, access: str, args: tuple[Any, ...]) -> Any:

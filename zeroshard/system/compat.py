@@ -1,26 +1,21 @@
-"""Every private name of torch that zeroshard uses, each with the reason. No other module may touch one."""
+"""The private names of torch that zeroshard uses, each with the reason. No other module may touch one.
+
+Those of ``torch.compile`` are in ``compat_compile``, those of process groups in ``compat_groups``.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .structures import map_tensors, tensors_in
@@ -183,99 +178,6 @@ def has_global_hooks() -> bool:
     return bool(nn.modules.module._has_any_global_hook())
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module behind ``torch.compile(module)``. Any other module is returned as it is.
-
-    The wrapper is known by the name of its child: importing its class takes half a second.
-    """
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None else inner
-
-
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""``torch.compile`` with the options of one of the user's calls of it: backend, mode, fullgraph, dynamic and others."""
-
-
-def compiled_calls(modules: Sequence[nn.Module]) -> list[Callable[..., Any] | None]:
-    """What runs instead of each module's ordinary call: what ``module.compile()`` has made, or ``set_call``."""
-    return [module._compiled_call_impl for module in modules]
-
-
-def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Calls of a module go to ``call``. None: the ordinary way, hooks and forward."""
-    module._compiled_call_impl = call
-
-
-def ordinary_call(module: nn.Module) -> Callable[..., Any]:
-    """The ordinary call of a module, with its hooks, compiled or not."""
-    return module._call_impl
-
-
-def compiler_of(compiled: Any) -> Compiler | None:
-    """The compiler that has made a function or module. None if ``torch.compile`` has not made it.
-
-    A function that ``torch.compile`` has made keeps it in a method that tells the options of Inductor.
-    """
-    tell = getattr(compiled, "get_compiler_config", None)
-    return None if tell is None else cast(Compiler, tell.__closure__[0].cell_contents)
-
-
-def compiled(compiler: Compiler | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function, unless there is no compiler or the user has kept torch.compile from the function."""
-    return function if compiler is None or getattr(function, "_torchdynamo_disable", False) else compiler(function)
-
-
-_codes: list[Any] = []
-"""The code of functions that ``torch.compile`` and ``torch.compiler.disable`` make, once they are needed."""
-
-
-def surrounding_compiler() -> Compiler | None:
-    """The compiler of the innermost compiled function that runs now, around an untraced function that asks.
-
-    None if that is inside another untraced function.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return None
-    if not _codes:
-        compiled = torch.compile(_nothing, backend="eager")
-        _codes.extend((compiled.__code__, torch.compiler.disable(_nothing).__code__))
-    compiled_code, untraced_code = _codes
-    frame, untraced_frames = sys._getframe(), 0
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        if frame.f_code is untraced_code:
-            untraced_frames += 1
-            if untraced_frames == 2:
-                return None
-        elif frame.f_code is compiled_code:
-            return cast(Compiler, frame.f_locals["self"])
-    return None
-
-
-def _nothing() -> None:
-    pass
-
-
-def running_codes() -> Iterator[CodeType]:
-    """The code of all functions that run now on this thread, innermost first."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
-
-
-def is_uncompiled_part(running: CodeType, function: CodeType) -> bool:
-    """Whether code that runs is a function, or its part after a graph that was cut, and not what was compiled of it."""
-    return (
-        running.co_filename == function.co_filename
-        and (
-            running.co_name == function.co_name
-            or running.co_name.startswith(f"torch_dynamo_resume_in_{function.co_name}_")
-        )
-        and function.co_firstlineno <= running.co_firstlineno <= max(line or 0 for *_, line in function.co_lines())
-        and not any(name.startswith(("__compiled_fn", "__resume_at")) for name in running.co_names)
-    )
-
-
 def outline(modules: list[nn.Module]) -> list[tuple[type, int]]:
     """The class of each module and its number of children. Cheap enough for every forward."""
     return [(module.__class__, len(module._modules)) for module in modules]
@@ -329,17 +231,6 @@ def _distributed(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def mesh_ranks(mesh: DeviceMesh) -> Any:
-    """The ranks of a mesh as lists. Modes are off, because a mesh computes its ranks, and a dry run has no values."""
-    with _disable_current_modes():
-        return mesh.mesh.tolist()
-
-
-def completed(tensor: Tensor) -> Tensor:
-    """Waits for the functional collective that fills a tensor, if there is one, and returns the tensor."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 plain: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
@@ -490,31 +381,6 @@ class OperationWatch(OperationMode):
         raise NotImplementedError
 
 
-@contextmanager
-def one_rank_of(world: int, rank: int) -> Iterator[None]:
-    """In this context this process is one rank of a world without other ranks. Collectives move nothing."""
-    from torch.distributed.tensor import debug  # here, because the import sets a variable of the environment
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    # DTensor caches results by mesh. A new mesh may equal an old mesh whose process groups are gone.
-    debug._clear_sharding_prop_cache()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def untraced(function: Function) -> Function:
-    """Makes ``torch.compile`` break the graph at a hook instead of tracing it."""
-    reason = (
-        "zeroshard.shard() gathers, releases and reduces parameters here, which no graph can contain; fullgraph=True "
-        "is for modules that are one unit each, as in `for block in model.blocks: block.compile(fullgraph=True)`; "
-        "where a block is several units, a larger max_unit_bytes makes it one"
-    )
-    return cast(Function, torch.compiler.disable(function, reason=reason))
-
-
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies each source into its target. On CUDA one kernel copies many small tensors."""
     torch._foreach_copy_(targets, sources)
@@ -534,100 +400,6 @@ def zero_all(tensors: list[Tensor]) -> None:
 def norms(tensors: list[Tensor], dtype: torch.dtype, order: float = 2.0) -> list[Tensor]:
     """The norm of each tensor, computed in ``dtype``. On CUDA one kernel serves many tensors."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype)) if tensors else []
-
-
-_connections: list[tuple[weakref.ref[Any], Any]] = []
-
-
-def default_store() -> Any:
-    """The key-value store of the default process group, where ranks post their progress.
-
-    The connection is separate, so that no other use can block it. All models of a process share one connection, because
-    opening it takes time and resources at rank 0.
-    """
-    store: Any = dist.distributed_c10d._get_default_store()
-    if not _connections or _connections[0][0]() is not store:
-        try:
-            own = store.clone()
-        except (AttributeError, RuntimeError):
-            own = store
-        if own is store:
-            return own
-        _connections[:] = [(weakref.ref(store), own)]  # weak, so that the store and its server end with their group
-    return _connections[0][1]
-
-
-def private_store() -> Any:
-    """A key-value store that no other process has."""
-    stores: Any = dist  # its annotations do not list the stores
-    return stores.HashStore()
-
-
-def host_messages(name: str, rank: int, world: int, address: str | None, patience: timedelta) -> Any:
-    """A group of Gloo for single messages between the hosts of two ranks, which torch does not know of.
-
-    Two ranks connect when they first talk. Connections between all of thousands of ranks would take long to make.
-    ``address`` is where the other ranks reach this one. Without it, or if GLOO_SOCKET_IFNAME is set, torch decides.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    interface, _, _ = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")
-    where = {"interface": interface} if interface else {} if address is None else {"hostname": address}
-    options = gloo._Options()
-    options._devices = [gloo.create_device(**where, lazy_init=True) if where else gloo.create_default_device(True)]
-    options._timeout, options._threads = patience, 1
-    stores: Any = dist
-    return gloo(stores.PrefixStore(name, dist.distributed_c10d._get_default_store()), rank, world, options)
-
-
-def together(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    """All-gathers of NCCL that begin inside are one operation of the device, which begins at the end."""
-    return cast(AbstractContextManager[Any], dist.distributed_c10d._coalescing_manager(group))
-
-
-@contextmanager
-def errors_left_to_caller() -> Iterator[None]:
-    """Groups of NCCL that are made inside do not end the process when a collective fails. The user's setting counts.
-
-    A group that finds an error would also wait for a minute before it can be ended, so that debug files can be written.
-    """
-    with _variables({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}):
-        yield
-
-
-@contextmanager
-def errors_of_earlier_starts_ignored() -> Iterator[None]:
-    """A default group of NCCL that is made inside does not look for errors of other groups. The user's setting counts.
-
-    It would look for a key in the store that a group with an error writes. torchrun keeps the store when it restarts
-    ranks: they find the key of the failed start, wait for eight minutes, and end the process.
-    """
-    with _variables({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}):
-        yield
-
-
-@contextmanager
-def _variables(settings: dict[str, str]) -> Iterator[None]:
-    """Inside, environment variables have these values. Those that the user has set keep theirs."""
-    added = settings.keys() - os.environ.keys()
-    os.environ.update({name: settings[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
-def error_of_earlier_start() -> bool:
-    """Whether the store has the key by which a group of NCCL tells all ranks of an error."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return bool(store.check(["exception_dump"]))
-
-
-def abort(group: dist.ProcessGroup) -> None:
-    """Ends the collectives of a group of NCCL on this rank's device, whatever the other ranks do."""
-    cast(Any, group).abort()
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

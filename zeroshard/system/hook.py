@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import compat
+from . import compat_compile
 
 
 class NotCopyable:
@@ -26,7 +26,7 @@ class Hook(NotCopyable):
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    @compat.untraced
+    @compat_compile.untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
