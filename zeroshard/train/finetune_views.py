@@ -48,6 +48,7 @@ def closing_lines(folder: Path, *, lora: bool) -> list[str]:
     library, name = ("peft", "AutoPeftModelForCausalLM") if lora else ("transformers", "AutoModelForCausalLM")
     return [
         f"the {'adapter' if lora else 'model'} is in {folder}; in Python:",
+        f"  import {'peft, ' if lora else ''}transformers",
         f'  model = {library}.{name}.from_pretrained("{folder}")',
         f'  tokenizer = transformers.AutoTokenizer.from_pretrained("{folder}")',
     ]
