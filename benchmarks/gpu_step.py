@@ -16,7 +16,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -134,6 +134,15 @@ def sharded(stage: int, cast_on_gather: bool = False, **options: Any) -> Build:
     return build
 
 
+def unrecomputed(build: Build) -> Build:
+    """The same way of training, for a model that does not recompute its blocks itself."""
+
+    def built(config: ModelConfig, **options: Any) -> Step:
+        return build(replace(config, checkpointing=False), **options)
+
+    return built
+
+
 def measure(name: str, world: int, build: Build, config: ModelConfig, args: Any) -> Result:
     """Median over steps, by events on the device."""
     torch.manual_seed(0)
@@ -204,7 +213,11 @@ def main() -> None:
         variants: list[tuple[str, Build]] = [("plain", plain)] if world == 1 else []
         variants += [("fsdp2", fsdp2)] if world > 1 else []
         variants += [(f"zeroshard stage {stage}", sharded(stage)) for stage in ((0, 3) if world == 1 else (0, 1, 2, 3))]
-        if world > 1:
+        if world == 1:
+            as_needed = sharded(0, activations=zeroshard.Activations(recompute="auto"))
+            variants.append(("plain, nothing recomputed", unrecomputed(plain)))
+            variants.append(("zeroshard stage 0, recomputed as needed", unrecomputed(as_needed)))
+        else:
             variants.append(("zeroshard stage 3, cast_on_gather", sharded(3, cast_on_gather=True)))
             variants.append(("zeroshard stage 3, prefetch 1", sharded(3, prefetch=1)))
         for name, build in variants:
@@ -218,7 +231,7 @@ def main() -> None:
                 memory = f"peak {last.peak_gib:.2f} GiB  at rest {last.at_rest_gib:.2f}"
                 if args.link:
                     memory += f"  {args.link} busy {last.communication:.4f} s"
-                print(f"{name:34} world {world}: {last.seconds:.4f} s  {memory}")
+                print(f"{name:40} world {world}: {last.seconds:.4f} s  {memory}")
     with open(args.out, "w") as file:
         json.dump([asdict(result) for result in results], file, indent=1)
 
