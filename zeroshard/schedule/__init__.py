@@ -5,5 +5,6 @@ This room knows units and passes. It knows nothing of the optimizer's arithmetic
 user code uses between passes) and ``Guards`` (what users do to a model besides training it). Read ``hooks`` first, then
 ``lifetimes`` and ``reducer``. ``order`` remembers the order of units, ``outputs`` hooks tensors, ``border`` casts and
 scales where tensors enter and leave the model, ``structure`` refuses parameters that come after ``shard()``,
-``transforms`` serves calls inside ``torch.func``, ``compiled`` keeps all this out of what ``torch.compile`` compiles.
+``transforms`` serves calls inside ``torch.func``, ``compiled`` keeps all this out of what ``torch.compile`` compiles,
+``sleep`` puts model states into host memory while something else has the device.
 """

@@ -318,9 +318,9 @@ def keeps_apart(model: nn.Module, source: LanguageModel, device: torch.device, b
 
 @torch.no_grad()
 def computes_loss(model: nn.Module, source: LanguageModel, device: torch.device) -> bool:
-    """Return whether the model's own loss is the sum over targets, as `LanguageModel.build` sets it. Not all ask.
+    """Return whether the model's own loss is the sum over targets, as `LanguageModel.build` sets it.
 
-    Every rank calls this.
+    Some models compute another loss, whatever is set. Every rank calls this.
     """
     tokens = torch.arange(PROBED, device=device).remainder(source.vocabulary)[None]
     targets = tokens.flip(1)
