@@ -17,24 +17,23 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor, nn
 
-from ..comm.process_group import start_process_group
-from ..config.job import Job
-from ..plan import foresee
-from ..runtime import runtime_of
-from ..system.device import identity
-from .checkpoints import Origin
+from ...comm.process_group import start_process_group
+from ...config.job import Job
+from ...plan import foresee
+from ...runtime import runtime_of
+from ...system.device import identity
+from ..checkpoints import Origin
+from ..rank import Rank
+from ..record import Record
+from ..task import mean, parameter_groups, shown
 from .dataset import Dataset, read_dataset
 from .encoding import Encoder
-from .finetune_views import closing_lines, plan_table
 from .forecast import Forecast, forecast
-from .gpt_task import parameter_groups
-from .language_model import LanguageModel
-from .language_weights import folder_of, save_language_model
+from .model import LanguageModel
 from .packing import Order, Packed, Sequences, divide
-from .rank import Rank
-from .record import Record
-from .task import mean, shown
 from .token_loss import summed_loss
+from .views import closing_lines, plan_table
+from .weights import folder_of, save_language_model
 
 PROBED = 8
 """Tokens of the two sequences that show whether attention crosses from one document to another."""
