@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..config.checks import DTYPES
 from ..observe.ledger import Memory
 from ..plan.papers.formulas import paper_volume
 from ..report.journal import FORMAT, MOST_SPANS
@@ -18,8 +19,8 @@ from ..system.machine import device_title
 from ..system.trace import MARK, Trace
 
 
-def run_facts(runtime: Runtime, name: str, folder: Path, done: int, tokens: int | None) -> dict[str, Any]:
-    """The line ``run``."""
+def run_facts(runtime: Runtime, name: str, folder: Path, done: int, **known: int | None) -> dict[str, Any]:
+    """The line ``run``, after so many steps. ``known`` are numbers that the model does not know."""
     config, fabric = runtime.config, runtime.fabric
     on_host = runtime.pipeline is not None
     options = None if config.offload is None or not on_host else {
@@ -27,7 +28,7 @@ def run_facts(runtime: Runtime, name: str, folder: Path, done: int, tokens: int 
         for entry in fields(config.offload)
         if getattr(config.offload, entry.name) != entry.default
     }
-    stats_of = [flat.layout for flat in runtime.flats]
+    layouts = [flat.layout for flat in runtime.flats]
     return {
         "format": FORMAT,
         "after": done,
@@ -35,14 +36,14 @@ def run_facts(runtime: Runtime, name: str, folder: Path, done: int, tokens: int 
         "name": name or folder.absolute().name,
         "stage": runtime.stage,
         "offload": options,
-        "precision": _plain(config.precision.parameters) if config.precision.parameters is not None else "as given",
+        "precision": ", ".join(sorted({_dtype(parameter.dtype) for parameter in runtime.model.parameters()})),
         "ranks": fabric.world,
         "shards": fabric.shards,
         "device": device_title(fabric.device) or fabric.device.type,
         "device_type": fabric.device.type,
-        "parameters": sum(layout.parameters for layout in stats_of),
-        "padded": sum(layout.numel for layout in stats_of),
-        "tokens": tokens,
+        "parameters": sum(layout.parameters for layout in layouts),
+        "padded": sum(layout.numel for layout in layouts),
+        **known,
         "clipping": config.clip_grad_norm is not None,
         "on_nonfinite": config.on_nonfinite,
         "torch": torch.__version__,
@@ -93,6 +94,11 @@ def trace_facts(recording: Trace, first: int) -> dict[str, Any]:
 
 def _kinds(memory: Memory) -> dict[str, int]:
     return {entry.name: size for entry in fields(memory) if entry.name != "place" and (size := getattr(memory, entry.name))}
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    """A dtype as options name it."""
+    return next((name for name, each in DTYPES.items() if each is dtype), str(dtype).removeprefix("torch."))
 
 
 def _plain(value: object) -> Any:

@@ -59,15 +59,20 @@ class Recorder:
         folder: str | Path,
         *,
         tokens: int | None = None,
+        batch: int | None = None,
         name: str = "",
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """``say`` is called on rank 0 with the path of the report."""
+        """``tokens`` of all ranks in a step; ``batch``: samples of a rank in a micro-batch, which advice speaks of.
+
+        ``say`` is called on rank 0 with the path of the report.
+        """
         self._runtime: Runtime = runtime_of(model)
         if self._runtime.optimizer is None:
             raise ValueError("this model was sharded without an optimizer, so it makes no steps that could be recorded")
         self._optimizer = self._runtime.optimizer
-        self.folder, self._name, self._tokens, self._say = Path(folder), name, tokens, say
+        self.folder, self._name, self._say = Path(folder), name, say
+        self._tokens, self._batch = tokens, batch
         self.report: Path | None = None
         """The page, once the block has ended. On rank 0 only."""
         self._writes = self._runtime.fabric.rank == 0
@@ -176,8 +181,8 @@ class Recorder:
 
     def _begin(self, step: int, micro_batches: int) -> None:
         """The first step: what runs, and what the plan says of it."""
-        facts = run_facts(self._runtime, self._name, self.folder, step - 1, self._tokens)
-        self._write("run", **facts, micro_batches=micro_batches)
+        known = {"tokens": self._tokens, "batch": self._batch, "micro_batches": micro_batches}
+        self._write("run", **run_facts(self._runtime, self._name, self.folder, step - 1, **known))
         if self._runtime.plan_beside is not None:
             with suppress(ValueError):  # the plan cannot say it of every setting
                 self._write("plan", **self._runtime.plan_beside(micro_batches))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from .journal import Span, Traced
@@ -58,7 +59,7 @@ class Window(NamedTuple):
 def windows(traced: Traced) -> list[Window]:
     """The steps of a trace. Spans that reach into a step from another one are cut."""
     found = []
-    for step, start, stop in zip(traced.steps, traced.marks, traced.marks[1:], strict=True):
+    for step, (start, stop) in zip(traced.steps, pairwise(traced.marks), strict=True):
         if start == stop:
             continue
         spans = [
@@ -71,8 +72,13 @@ def windows(traced: Traced) -> list[Window]:
 
 
 def typical(traced: Traced | None) -> Window | None:
-    """The step of a trace whose time is the median: another may contain an evaluation or a save."""
-    found = sorted(windows(traced), key=lambda window: window.seconds) if traced is not None else []
+    """The step of a trace that stands for all: the faster ones are without an evaluation or a save.
+
+    The first step counts only if there is no other: when a trace begins, nothing is under way that this step could wait
+    for.
+    """
+    found = windows(traced) if traced is not None else []
+    found = sorted(found[1:] or found, key=lambda window: window.seconds)
     return found[(len(found) - 1) // 2] if found else None
 
 
