@@ -145,6 +145,18 @@ def test_the_benchmark_measures_what_the_picture_names() -> None:
     assert {result["name"] for result in content["results"]} <= set(speed.order())
 
 
+def test_a_peer_that_could_not_run_is_named_in_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about, content = data.read("speed")
+    name = "DeepSpeed ZeRO-2, CPU offload"
+    results = [result for result in content["results"] if result["name"] != name]
+    monkeypatch.setattr(data, "DATA", tmp_path)
+    data.write("speed", about, {"model": content["model"], "results": results, "left out": {name: "left out: no"}})
+    assert f"Could not run there: {name}." in str(speed.picture())
+    data.write("speed", about, {"results": results, "left out": {}})
+    with pytest.raises(ValueError, match='add "model"'):
+        speed.picture()
+
+
 def test_the_readme_shows_every_picture_with_words_in_its_place() -> None:
     for name in draw.PICTURES:
         assert re.search(rf"!\[[^\]]{{20,}}\]\(docs/pictures/{name}\.svg\)", README), name

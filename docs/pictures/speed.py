@@ -48,11 +48,14 @@ def picture() -> Drawing:
     if not shown:
         raise ValueError("speed.json names no way of training that the benchmark has now")
     scale = (RIGHT - LEFT) / max(result["seconds"] for result in shown)
-    model = content["model"]
+    if not (model := content.get("model")):
+        raise ValueError('speed.json: add "model", a few words on what was trained, as the benchmark writes it now')
+    absent = [PEERS.get(name, name) for name in content["left out"]]
     caption = (
         "GPU: the peak of what torch allocated. Host: resident memory of the process. All rows have fp32 masters and "
         "clip gradients, but torchao has no masters, and neither torchao nor updates in backward clip. "
         f"One run: {about.machine}, commit {about.commit}."
+        + (f" Could not run there: {'; '.join(absent)}." if absent else "")
     )
     below = TOP + len(shown) * ROW + 20
     title = "Seconds a step with the optimizer on the host"
