@@ -79,12 +79,17 @@ class Recorder:
         self._journal: journal.Journal | None = None
         self._late = LateNumbers(self._runtime.fabric.device)
         self._lines: deque[_Line] = deque()
+        self._before: list[dict[str, Any]] = []
+        """Evaluations before the first step, which come after the line that begins the run."""
         self._early: dict[str, Any] = {}
         self._made = 0
         self._backwards = self._runtime.reducer.backwards
         self._last, self._paused = time.perf_counter(), 0.0
+        self._disturbed = False
+        """There was a pause since the last step. What it communicated counts for the step after it."""
         self._tracing: _Tracing | None = None
         self._wants_trace = False
+        self._next_look = 2
 
     # -- what a loop calls ----------------------------------------------------------------------------------------
 
@@ -106,8 +111,11 @@ class Recorder:
 
     def evaluated(self, loss: float, step: int | None = None) -> None:
         """Adds a loss on held-out data, after the last step or after ``step``."""
-        if self._journal is not None:
-            self._write("evaluation", step=self._optimizer.steps if step is None else step, loss=float(loss))
+        line = {"step": self._optimizer.steps if step is None else step, "loss": float(loss)}
+        if self._made:
+            self._write("evaluation", **line)
+        else:
+            self._before.append(line)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -117,6 +125,7 @@ class Recorder:
             yield
         finally:
             self._paused += time.perf_counter() - began
+            self._disturbed = True
 
     # -- the block ------------------------------------------------------------------------------------------------
 
@@ -177,19 +186,23 @@ class Recorder:
             self._early, self._paused = {}, 0.0
             self._lines.append(line)
             self._look(step, max(1, micro_batches))
+            self._disturbed = False
         self._last = time.perf_counter() if self._made == 1 else now
 
     def _begin(self, step: int, micro_batches: int) -> None:
         """The first step: what runs, and what the plan says of it."""
         known = {"tokens": self._tokens, "batch": self._batch, "micro_batches": micro_batches}
         self._write("run", **run_facts(self._runtime, self._name, self.folder, step - 1, **known))
+        for evaluation in self._before:
+            self._write("evaluation", **evaluation)
         if self._runtime.plan_beside is not None:
             with suppress(ValueError):  # the plan cannot say it of every setting
                 self._write("plan", **self._runtime.plan_beside(micro_batches))
 
     def _look(self, step: int, micro_batches: int) -> None:
         """Memory and volume at the 2nd, 4th, 8th ... step; some steps are traced."""
-        if self._made & (self._made - 1) == 0 and self._made > 1:
+        if self._made >= self._next_look and not self._disturbed:
+            self._next_look = 2 * self._made
             self._write("memory", step=step, **memory_facts(self._runtime))
             self._write("volume", step=step, **volume_facts(self._runtime, micro_batches))
         began = time.perf_counter()

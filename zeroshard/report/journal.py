@@ -217,6 +217,8 @@ def read(folder: str | Path) -> Run:
                 _take(run, line)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    if not run.starts and not run.damaged:
+        raise ValueError(f"{file} is empty: no step of this run was made yet")
     if not run.starts:
         raise ValueError(f"{file} holds no line of a run ({run.damaged} line(s) cannot be read); it is damaged")
     if run.text("name"):
@@ -246,7 +248,7 @@ def _take_run(run: Run, entry: dict[str, Any]) -> None:
         raise ValueError("another format")
     after = _whole(entry["after"])
     run.steps = [step for step in run.steps if step.step <= after]
-    run.evaluations = [each for each in run.evaluations if each.step <= after]
+    run.evaluations = [each for each in run.evaluations if each.step <= after and after]
     run.head, run.end = entry, None
     if not after:
         run.memory = run.volume = run.plan = run.traced = None

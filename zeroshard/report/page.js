@@ -87,9 +87,7 @@
         extraCssText: "max-width:min(34rem,90vw);white-space:normal",
       },
       legend: {
-        type: "scroll", top: 0, left: 0, itemWidth: 16, itemHeight: 10, itemGap: 16,
-        textStyle: { color: look.text, fontSize: 13 }, pageTextStyle: { color: look.quiet },
-        pageIconColor: look.quiet, pageIconInactiveColor: look.line,
+        top: 0, left: 0, itemWidth: 16, itemHeight: 10, itemGap: 16, textStyle: { color: look.text, fontSize: 13 },
       },
     };
   }
@@ -101,11 +99,35 @@
     };
   }
 
+  const pen = document.createElement("canvas").getContext("2d");
+  function widthOf(text) {
+    pen.font = `13px ${getComputedStyle(document.body).fontFamily}`;
+    return Math.ceil(pen.measureText(text).width);
+  }
+
+  function shortened(text, room) {
+    if (widthOf(text) <= room) return text;
+    let length = text.length;
+    while (length > 1 && widthOf(`${text.slice(0, length)}…`) > room) length -= 1;
+    return `${text.slice(0, length)}…`;
+  }
+
   // The room that the longest of some labels takes, at most a part of the page.
-  function roomFor(labels, font, most) {
-    const pen = document.createElement("canvas").getContext("2d");
-    pen.font = `${font}px ${getComputedStyle(document.body).fontFamily}`;
-    return Math.min(most, Math.ceil(Math.max(...labels.map((label) => pen.measureText(label).width))));
+  const roomFor = (labels, most) => Math.min(most, Math.max(...labels.map(widthOf)) + 4);
+
+  // How high a legend is that goes on in a new line where one is full.
+  function legendHeight(names, width) {
+    let lines = 1;
+    let used = 0;
+    for (const name of names) {
+      const needs = widthOf(name) + 44;
+      if (used && used + needs > width) {
+        lines += 1;
+        used = 0;
+      }
+      used += needs;
+    }
+    return 12 + 22 * lines;
   }
 
   function row(colour, name, value) {
@@ -115,7 +137,7 @@
 
   // -- charts: each returns the option, and what the arrow keys step through --------------------------------------
 
-  function lines(chart, look) {
+  function lines(chart, look, width) {
     const several = chart.series.length > 1;
     const steps = new Set();
     for (const series of chart.series) for (const [step] of series.points) steps.add(step);
@@ -123,7 +145,7 @@
     const values = chart.series.map((series) => new Map(series.points));
     const option = {
       ...common(look),
-      grid: { left: 8, right: 24, top: several ? 34 : 14, bottom: 24, containLabel: true },
+      grid: { left: 8, right: 24, top: several ? legendHeight(chart.series.map(({ name }) => name), width) : 14, bottom: 24, containLabel: true },
       xAxis: axis(look, {
         type: "value", min: order[0], max: order[order.length - 1], name: chart.x, nameLocation: "middle", nameGap: 24,
         minInterval: 1, splitLine: { show: false }, axisLine: { show: true, lineStyle: { color: look.line } },
@@ -156,18 +178,19 @@
     return { option, count: order.length, spokenAt, tipAt };
   }
 
-  function bars(chart, look) {
+  function bars(chart, look, width) {
     const write = WRITE[chart.unit];
     const totals = chart.rows.map((_, at) => chart.series.reduce((sum, series) => sum + series.values[at], 0));
     const narrow = innerWidth < 600;
-    const room = roomFor(chart.rows, 13, innerWidth * (narrow ? 0.3 : 0.4));
+    const room = roomFor(chart.rows, width * (narrow ? 0.3 : 0.4));
+    const top = legendHeight(chart.series.map(({ name }) => name), width);
     const option = {
       ...common(look),
-      grid: { left: room + 12, right: 76, top: 36, bottom: 24 },
+      grid: { left: room + 12, right: 76, top, bottom: 24 },
       xAxis: axis(look, { type: "value", axisLabel: { color: look.quiet, formatter: write, hideOverlap: true }, splitNumber: narrow ? 3 : 6 }),
       yAxis: axis(look, {
         type: "category", inverse: true, data: chart.rows,
-        axisLabel: { color: look.text, fontSize: 13, width: room, overflow: "truncate" },
+        axisLabel: { color: look.text, fontSize: 13, interval: 0, formatter: (label) => shortened(label, room) },
       }),
       series: chart.series.map((series, number) => ({
         type: "bar", stack: "all", name: series.name, data: series.values, barMaxWidth: 24, color: COLOURS[series.kind],
@@ -186,7 +209,7 @@
     const spokenAt = (at) => `${chart.rows[at]}: ${write(totals[at])}. ` + chart.series
       .filter((series) => series.values[at]).map((series) => `${series.name} ${write(series.values[at])}`).join(", ");
     return { option, count: chart.rows.length, spokenAt, tipAt: (at) => ({ seriesIndex: 0, dataIndex: at }),
-      height: 60 + chart.rows.length * (chart.rows.length > 20 ? 20 : 32) };
+      height: top + 24 + chart.rows.length * (chart.rows.length > 20 ? 20 : 32) };
   }
 
   function lanes(chart, look) {
@@ -205,7 +228,7 @@
     };
     const option = {
       ...common(look),
-      grid: { left: roomFor(chart.lanes, 13, 200) + 12, right: 16, top: 32, bottom: 58 },
+      grid: { left: roomFor(chart.lanes, 200) + 12, right: 16, top: 32, bottom: 58 },
       xAxis: axis(look, {
         type: "value", min: 0, max: chart.until, axisLabel: { color: look.quiet, formatter: write, hideOverlap: true, showMaxLabel: false },
       }),
@@ -270,7 +293,7 @@
 
   function draw(element) {
     const chart = data[element.dataset.chart];
-    const { option, count, spokenAt, tipAt, height } = DRAW[chart.type](chart, looks());
+    const { option, count, spokenAt, tipAt, height } = DRAW[chart.type](chart, looks(), element.clientWidth);
     if (height) element.style.height = `${height}px`;
     let instance = echarts.getInstanceByDom(element);
     if (instance) instance.resize();
