@@ -112,6 +112,9 @@
     return `${text.slice(0, length)}…`;
   }
 
+  // A label that is too long is two lines: the run, and what of it.
+  const inRoom = (text, room) => (widthOf(text) <= room ? [text] : text.split(" · ")).map((part) => shortened(part, room)).join("\n");
+
   // The room that the longest of some labels takes, at most a part of the page.
   const roomFor = (labels, most) => Math.min(most, Math.max(...labels.map(widthOf)) + 4);
 
@@ -155,7 +158,7 @@
         type: "line", name: series.name, data: series.points, connectNulls: false,
         symbol: SYMBOLS[series.run], symbolSize: series.dashed ? 8 : 5,
         showSymbol: series.dashed || series.points.length < 40, color: RUNS[series.run],
-        lineStyle: { width: 2, type: series.dashed ? [4, 4] : DASHES[series.run] },
+        lineStyle: { color: RUNS[series.run], width: 2, type: series.dashed ? [4, 4] : DASHES[series.run] },
         itemStyle: series.dashed ? { color: look.ground, borderColor: RUNS[series.run], borderWidth: 2 } : {},
       })),
     };
@@ -190,7 +193,7 @@
       xAxis: axis(look, { type: "value", axisLabel: { color: look.quiet, formatter: write, hideOverlap: true }, splitNumber: narrow ? 3 : 6 }),
       yAxis: axis(look, {
         type: "category", inverse: true, data: chart.rows,
-        axisLabel: { color: look.text, fontSize: 13, interval: 0, formatter: (label) => shortened(label, room) },
+        axisLabel: { color: look.text, fontSize: 13, interval: 0, lineHeight: 15, formatter: (label) => inRoom(label, room) },
       }),
       series: chart.series.map((series, number) => ({
         type: "bar", stack: "all", name: series.name, data: series.values, barMaxWidth: 24, color: COLOURS[series.kind],

@@ -10,9 +10,11 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from .advice import advice_for
@@ -22,6 +24,7 @@ from .summary import Summary, number_text, seconds_text, size_text
 
 MOST_RUNS = 8
 """More runs side by side cannot be told apart."""
+LICENCES = ("NOTICE", "LICENSE", "LICENSE-d3")
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -72,12 +75,16 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _told_apart(runs: Sequence[Run]) -> list[Run]:
-    """The runs, with the folder in the name where two names are equal."""
-    names = [run.name for run in runs]
-    for number, run in enumerate(runs):
-        if names.count(run.name) > 1:
-            run.name = f"{run.name} ({run.folder})" if names.count(run.name) > 1 and run.folder else f"{run.name} ({number + 1})"
-    return list(runs)
+    """The runs under names that differ: their own, those of their folders, or their paths, and else with a number."""
+    for names in (
+        [run.name for run in runs],
+        [Path(run.folder).absolute().name for run in runs],
+        [run.folder for run in runs],
+        [f"{run.name} ({number})" for number, run in enumerate(runs, 1)],
+    ):
+        if len(set(names)) == len(names) and all(names):
+            break
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 # -- parts of the page --------------------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ def _footer() -> Iterator[str]:
     yield "<footer>"
     yield "<p>Made by <code>zeroshard report</code>. This file stands alone: it fetches nothing.</p>"
     yield "<details><summary>Licence of the charts</summary>"
-    yield f"<pre>{escape(_part('library', 'NOTICE'))}\n{escape(_part('library', 'LICENSE'))}</pre>"
+    yield f"<pre>{escape(chr(10).join(_part('library', name) for name in LICENCES))}</pre>"
     yield "</details>"
     yield "</footer>"
     yield '<div id="spoken" class="spoken" role="status" aria-live="polite"></div>'

@@ -65,7 +65,7 @@ def windows(traced: Traced) -> list[Window]:
         spans = [
             Span(span.lane, span.name, max(span.start, start) - start, min(span.stop, stop) - start)
             for span in traced.spans
-            if span.stop > start and span.start < stop and span.lane in LANES
+            if min(span.stop, stop) - start > max(span.start, start) - start and span.lane in LANES
         ]
         found.append(Window(step, stop - start, spans, list(_waits(spans, stop - start))))
     return found
