@@ -58,7 +58,9 @@ def write(folder: Path, steps: int = 10, spans: list[list[Any]] | None = None, *
     return folder
 
 
-def row(stage: int, *, own: bool = False, offload: str = "none", peak: float = 12e6, fits: bool = True) -> dict[str, Any]:
+def row(
+    stage: int, *, own: bool = False, offload: str = "none", peak: float = 12e6, fits: bool = True
+) -> dict[str, Any]:
     """A row of a plan."""
     return {
         "stage": stage,

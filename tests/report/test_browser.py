@@ -46,7 +46,8 @@ class Opened:
     def option(self, chart: str) -> dict[str, Any]:
         """What ECharts was told to draw."""
         found: dict[str, Any] = self.page.evaluate(
-            "name => { const o = echarts.getInstanceByDom(document.querySelector(`[data-chart='${name}']`)).getOption();"
+            "name => {"
+            " const o = echarts.getInstanceByDom(document.querySelector(`[data-chart='${name}']`)).getOption();"
             " return { series: o.series.map(s => ({ name: s.name, data: s.data })), rows: o.yAxis[0].data }; }",
             chart,
         )
@@ -132,7 +133,9 @@ def test_tables_open_and_a_narrow_page_does_not_scroll_sideways(opened: Opened) 
     opened.page.wait_for_timeout(200)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 380
     assert opened.page.is_visible("#loss table")
-    widths = opened.page.evaluate("[...document.querySelectorAll('.chart svg')].map(s => s.getBoundingClientRect().width)")
+    widths = opened.page.evaluate(
+        "[...document.querySelectorAll('.chart svg')].map(s => s.getBoundingClientRect().width)"
+    )
     assert max(widths) <= 380
     assert opened.troubles == []
 

@@ -15,7 +15,11 @@ from zeroshard.report.journal import FILE, Journal, read
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     run = read(write(tmp_path, steps=3, spans=[["compute", "forward a", 0.0, 0.5]]))
-    assert [(step.step, step.loss, step.tokens) for step in run.steps] == [(1, 4.9, 1000), (2, 4.8, 1000), (3, 4.7, 1000)]
+    assert [(step.step, step.loss, step.tokens) for step in run.steps] == [
+        (1, 4.9, 1000),
+        (2, 4.8, 1000),
+        (3, 4.7, 1000),
+    ]
     assert [(each.step, each.loss) for each in run.evaluations] == [(3, 4.5)]
     assert run.memory is not None
     assert run.memory.device["optimizer_states"] == 6e6
@@ -77,7 +81,14 @@ def test_a_new_run_in_the_same_folder_shows_nothing_of_the_old_one(tmp_path: Pat
     journal.write("run", **head(name="again"))
     journal.write("step", step=1, loss=2.0)
     run = read(tmp_path)
-    assert (run.name, len(run.steps), run.starts, run.memory, run.plan, run.evaluations) == ("again", 1, 1, None, None, [])
+    assert (run.name, len(run.steps), run.starts, run.memory, run.plan, run.evaluations) == (
+        "again",
+        1,
+        1,
+        None,
+        None,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +130,9 @@ def test_kinds_of_a_later_version_are_skipped(tmp_path: Path) -> None:
 def test_sizes_that_cannot_be_are_left_out(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write("run", **head())
-    journal.write("memory", step=1, device={"parameters": math.nan, "gradients": -1, "buffers": 5, "states": "6"}, peak="x")
+    journal.write(
+        "memory", step=1, device={"parameters": math.nan, "gradients": -1, "buffers": 5, "states": "6"}, peak="x"
+    )
     memory = read(tmp_path).memory
     assert memory is not None
     assert (memory.device, memory.peak) == ({"buffers": 5}, None)

@@ -21,7 +21,7 @@ from zeroshard.report.journal import Journal, read
 from zeroshard.report.page import MOST_RUNS, render
 
 ROOM = Path(zeroshard.report.__file__).parent
-HOSTILE = '</script><script>alert(1)</script><img src=x onerror=alert(2)>"\'&'
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 LIBRARY = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
 """SHA-256 of echarts.min.js 6.1.0, as npm has it."""
 
@@ -112,9 +112,20 @@ def test_every_chart_has_a_title_a_sentence_and_a_table(page: str) -> None:
 
 def test_words_of_a_run_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     spans = [["compute", HOSTILE, 0.0, 0.3], [HOSTILE, "x", 0.0, 0.1]]
-    words = {name: HOSTILE for name in ("name", "device", "precision")}
+    words = dict.fromkeys(("name", "device", "precision"), HOSTILE)
     found = run(tmp_path, spans=spans, **words)
-    plan = [{"stage": 1, "offload": HOSTILE, "own": False, "fits": True, "at_step": {HOSTILE: 1}, "peak": {}, "host": 0, "volume": 0}]
+    plan = [
+        {
+            "stage": 1,
+            "offload": HOSTILE,
+            "own": False,
+            "fits": True,
+            "at_step": {HOSTILE: 1},
+            "peak": {},
+            "host": 0,
+            "volume": 0,
+        }
+    ]
     journal = Journal(tmp_path)
     journal.write("plan", rows=[*plan, {**plan[0], "own": True}])
     journal.write("volume", elements={HOSTILE: 1}, expected=1, formula=HOSTILE)

@@ -18,7 +18,14 @@ def traced(spans: list[list[object]], marks: tuple[float, ...] = (0.0, 1.0)) -> 
 
 def test_a_wait_is_named_after_the_work_that_ended_just_before_computing_went_on() -> None:
     (window,) = windows(
-        traced([[GATHER, "a", 0.0, 0.2], [COMPUTE, "forward a", 0.2, 0.6], [REDUCE, "a", 0.4, 0.9], [COMPUTE, "update", 0.9, 1]])
+        traced(
+            [
+                [GATHER, "a", 0.0, 0.2],
+                [COMPUTE, "forward a", 0.2, 0.6],
+                [REDUCE, "a", 0.4, 0.9],
+                [COMPUTE, "update", 0.9, 1],
+            ]
+        )
     )
     assert window.waits == [Wait(0.0, 0.2, GATHER), Wait(0.6, 0.9, REDUCE)]
     assert window.shares == pytest.approx({"forward": 0.4, "update": 0.1, "wait: gather": 0.2, "wait: reduce": 0.3})
@@ -54,7 +61,9 @@ def test_the_first_of_several_steps_does_not_stand_for_all() -> None:
 
 
 times = st.floats(0, 1, allow_nan=False)
-spans = st.lists(st.tuples(st.sampled_from(LANES), st.sampled_from(["forward a", "backward", "x"]), times, times), max_size=30)
+spans = st.lists(
+    st.tuples(st.sampled_from(LANES), st.sampled_from(["forward a", "backward", "x"]), times, times), max_size=30
+)
 
 
 @given(spans)

@@ -23,11 +23,15 @@ def run_facts(runtime: Runtime, name: str, folder: Path, done: int, **known: int
     """The line ``run``, after so many steps. ``known`` are numbers that the model does not know."""
     config, fabric = runtime.config, runtime.fabric
     on_host = runtime.pipeline is not None
-    options = None if config.offload is None or not on_host else {
-        entry.name: _plain(getattr(config.offload, entry.name))
-        for entry in fields(config.offload)
-        if getattr(config.offload, entry.name) != entry.default
-    }
+    options = (
+        None
+        if config.offload is None or not on_host
+        else {
+            entry.name: _plain(getattr(config.offload, entry.name))
+            for entry in fields(config.offload)
+            if getattr(config.offload, entry.name) != entry.default
+        }
+    )
     layouts = [flat.layout for flat in runtime.flats]
     return {
         "format": FORMAT,
@@ -93,7 +97,9 @@ def trace_facts(recording: Trace, first: int) -> dict[str, Any]:
 
 
 def _kinds(memory: Memory) -> dict[str, int]:
-    return {entry.name: size for entry in fields(memory) if entry.name != "place" and (size := getattr(memory, entry.name))}
+    return {
+        entry.name: size for entry in fields(memory) if entry.name != "place" and (size := getattr(memory, entry.name))
+    }
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -22,31 +22,33 @@ class LateNumbers:
 
     def __init__(self, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._slots = torch.zeros(SLOTS, dtype=torch.float64, device="cpu", pin_memory=True).unbind() if pinned else ()
-        self._free = list(range(len(self._slots)))
+        self._slots = list(torch.zeros(SLOTS, dtype=torch.float64, device="cpu", pin_memory=True)) if pinned else []
 
     def take(self, value: Any, name: str) -> Late:
         """Begins to read a number: of Python, or a tensor with one element."""
-        if not isinstance(value, Tensor):
-            number = float(value)
-            return lambda: number
-        value = local(value.detach())
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be one number, is a tensor of shape {tuple(value.shape)}")
-        if value.device.type != "cuda":
-            number = float(value)
-            return lambda: number
-        if not self._free:
-            return lambda: float("nan")
-        slot = self._free.pop()
-        self._slots[slot].copy_(value.reshape(()), non_blocking=True)
-        come = torch.cuda.Event()
-        come.record()
-        return lambda: self._read(slot, come)
+        if isinstance(value, Tensor):
+            value = local(value.detach())
+            if value.numel() != 1:
+                raise ValueError(f"{name} must be one number, is a tensor of shape {tuple(value.shape)}")
+            if value.device.type == "cuda":
+                return _Coming(value, self._slots) if self._slots else _known(float("nan"))
+        return _known(float(value))
 
-    def _read(self, slot: int, come: torch.cuda.Event) -> float | None:
-        """Reads a slot once, and frees it."""
-        if not come.query():
-            return None
-        self._free.append(slot)
-        return float(self._slots[slot])
+
+class _Coming:
+    """A number whose copy is under way. Its slot is free again when nobody asks for the number any more."""
+
+    def __init__(self, value: Tensor, slots: list[Tensor]) -> None:
+        self._slots, self._slot, self._come = slots, slots.pop(), torch.cuda.Event()
+        self._slot.copy_(value.reshape(()), non_blocking=True)
+        self._come.record(torch.cuda.current_stream(value.device))
+
+    def __call__(self) -> float | None:
+        return float(self._slot) if self._come.query() else None
+
+    def __del__(self) -> None:
+        self._slots.append(self._slot)
+
+
+def _known(number: float) -> Late:
+    return lambda: number

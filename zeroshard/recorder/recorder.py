@@ -32,13 +32,8 @@ class _Line:
 
     step: int
     seconds: float | None
-    lr: float | None = None
-    loss: Late | None = None
-    tokens: float | None = None
-
-    def take(self, given: dict[str, Any]) -> None:
-        for name, value in given.items():
-            setattr(self, name, value)
+    values: dict[str, Any] = field(default_factory=dict)
+    """What is known beside: "lr", "tokens" and "loss", a number that comes later."""
 
 
 @dataclass
@@ -101,11 +96,12 @@ class Recorder:
         """
         if self._journal is None:
             return
-        given = {name: value for name, value in (("lr", lr), ("tokens", tokens)) if value is not None}
+        known: dict[str, Any] = {"lr": lr, "tokens": tokens}
+        given = {name: value for name, value in known.items() if value is not None}
         if loss is not None:
             given["loss"] = self._late.take(loss, "loss")
         if self._lines and self._runtime.reducer.backwards == self._backwards:
-            self._lines[-1].take(given)
+            self._lines[-1].values.update(given)
         else:
             self._early.update(given)
 
@@ -151,7 +147,9 @@ class Recorder:
         if ranks is not None:
             peaks = [peak for _, peak in ranks if peak is not None]
             self._write("ranks", states=[states for states, _ in ranks], peak=peaks)
-        self._write("end", step=self._optimizer.steps, reason="finished" if kind is None else f"ended by {kind.__name__}")
+        self._write(
+            "end", step=self._optimizer.steps, reason="finished" if kind is None else f"ended by {kind.__name__}"
+        )
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -181,10 +179,9 @@ class Recorder:
                 self._begin(step, max(1, micro_batches))
             self._write_lines()
             seconds = now - self._last - self._paused if self._made > 1 else None
-            line = _Line(step, seconds, self._optimizer.param_groups[0].get("lr"), tokens=self._tokens)
-            line.take(self._early)
+            usual = {"lr": self._optimizer.param_groups[0].get("lr"), "tokens": self._tokens}
+            self._lines.append(_Line(step, seconds, {**usual, **self._early}))
             self._early, self._paused = {}, 0.0
-            self._lines.append(line)
             self._look(step, max(1, micro_batches))
             self._disturbed = False
         self._last = time.perf_counter() if self._made == 1 else now
@@ -234,11 +231,13 @@ class Recorder:
             torch.cuda.synchronize(self._runtime.fabric.device)
         while self._lines:
             line = self._lines[0]
-            loss = None if line.loss is None else line.loss()
-            if line.loss is not None and loss is None:
-                return
+            values = {"step": line.step, "seconds": line.seconds, **line.values}
+            if "loss" in values:
+                late: Late = values["loss"]
+                values["loss"] = late()
+                if values["loss"] is None:
+                    return
             self._lines.popleft()
-            values = {"step": line.step, "seconds": line.seconds, "loss": loss, "lr": line.lr, "tokens": line.tokens}
             self._write("step", **{name: _number(value) for name, value in values.items() if value is not None})
 
     def _write(self, kind: str, **values: object) -> None:

@@ -75,8 +75,9 @@ def host_update(summary: Summary) -> Found:
     setting = []
     if offload.get("moments", "float32") == "float32":
         ways.append("moments in bf16 give the host 8 bytes less to move for each parameter")
-        setting.append('moments="bf16"')
-    if offload.get("delayed_update_after") is None and not offload.get("update_in_backward"):
+        setting.append("moments=torch.bfloat16")
+    undelayed = offload.get("delayed_update_after") is None and offload.get("host_fraction", 1.0) == 1.0
+    if undelayed and not offload.get("update_in_backward") and not offload.get("read_back"):  # as `Offload` allows
         computing = window.seconds - sum(wait.stop - wait.start for wait in window.waits)
         if computing >= busy:
             ways.append(
@@ -103,11 +104,13 @@ def copies(summary: Summary) -> Found:
     free = None
     if memory is not None and memory.peak is not None and memory.capacity is not None:
         free = FULL * memory.capacity - memory.peak
-    if offload is not None and free is not None and free > 0 and offload.get("host_fraction", 1.0) == 1.0:
-        if offload.get("parameters", "device") == "device":
-            told = f"{sentence}, and {size_text(free)} of the device are free for a part of the states."
-            yield share, Advice(told, 'offload=zeroshard.Offload(host_fraction="auto")')
-            return
+    whole = offload is not None and offload.get("host_fraction", 1.0) == 1.0
+    delayed = offload is not None and offload.get("delayed_update_after") is not None
+    on_device = offload is not None and offload.get("parameters", "device") == "device"
+    if free is not None and free > 0 and whole and on_device and not delayed:  # as `Offload` allows
+        told = f"{sentence}, and {size_text(free)} of the device are free for a part of the states."
+        yield share, Advice(told, 'offload=zeroshard.Offload(host_fraction="auto")')
+        return
     yield share, Advice(f"{sentence}. {SMALLER_SHARE}")
 
 
@@ -120,9 +123,13 @@ def gathers(summary: Summary) -> Found:
     sentence = f"{_of(waits, window)} waits for parameters of other ranks"
     lower = _row(summary, 2) if stage == 3 else None
     if lower is not None and _fits_surely(summary, lower):
-        yield waits / window.seconds, Advice(
-            f"{sentence}. Stage 2 gathers once a step, not twice, and needs {_need(summary, lower)} a rank by the plan.",
-            "stage=2",
+        yield (
+            waits / window.seconds,
+            Advice(
+                f"{sentence}. Stage 2 gathers once a step, not twice, and needs {_need(summary, lower)} a rank by the "
+                "plan.",
+                "stage=2",
+            ),
         )
     else:
         yield waits / window.seconds, Advice(f"{sentence}. {SMALLER_SHARE}")
@@ -136,10 +143,13 @@ def reduces(summary: Summary) -> Found:
     waits, times = _wait(window, REDUCE), summary.run.number("micro_batches") or 1
     sentence = f"{_of(waits, window)} waits for gradients to be reduced"
     if times > 1:
-        yield waits / window.seconds, Advice(
-            f"{sentence}, and each of the {times:g} micro-batches of a step reduces its own. Only the last needs to, "
-            "where there is memory for whole gradients.",
-            "with zeroshard.no_sync(model): ...",
+        yield (
+            waits / window.seconds,
+            Advice(
+                f"{sentence}, and each of the {times:g} micro-batches of a step reduces its own. Only the last needs "
+                "to, where there is memory for whole gradients.",
+                "with zeroshard.no_sync(model): ...",
+            ),
         )
     else:
         yield waits / window.seconds, Advice(f"{sentence}. {SMALLER_SHARE}")
@@ -151,9 +161,12 @@ def nothing_ran(summary: Summary) -> Found:
     if window is None or _wait(window, OTHER) < MUCH * window.seconds:
         return
     waits = _wait(window, OTHER)
-    yield waits / window.seconds, Advice(
-        f"In {_of(waits, window)} no lane did anything: the loop itself, its data, or another rank that came later. "
-        "Of the usual causes, data that is loaded in the training process is the first to look at."
+    yield (
+        waits / window.seconds,
+        Advice(
+            f"In {_of(waits, window)} no lane did anything: the loop itself, its data, or another rank that came "
+            "later. Of the usual causes, data that is loaded in the training process is the first to look at."
+        ),
     )
 
 
@@ -165,10 +178,13 @@ def offload_not_needed(summary: Summary) -> Found:
     waits = sum(_wait(window, lane) for lane in (DOWN, UPDATE, UP))
     row = next((row for row in _rows(summary) if row.offload == "none" and row.stage == summary.stage), None)
     if waits >= WORTH_SAYING * window.seconds and row is not None and _fits_surely(summary, row):
-        yield waits / window.seconds, Advice(
-            f"{_of(waits, window)} waits for the host or for copies. Without offload a rank needs "
-            f"{_need(summary, row)} by the plan, and {size_text(_capacity(summary) or 0)} are there.",
-            "offload=None",
+        yield (
+            waits / window.seconds,
+            Advice(
+                f"{_of(waits, window)} waits for the host or for copies. Without offload a rank needs "
+                f"{_need(summary, row)} by the plan, and {size_text(_capacity(summary) or 0)} are there.",
+                "offload=None",
+            ),
         )
 
 

@@ -1,7 +1,7 @@
 """The charts of a report as data: what each shows, in one sentence, and the same values as a table.
 
-A chart is a dictionary that ``page.js`` draws, by its "type": "lines", "bars" or "lanes". A table is a header and rows of
-text. Both come from the same numbers, in one place, so that they cannot differ.
+A chart is a dictionary that ``page.js`` draws, by its "type": "lines", "bars" or "lanes". A table is a header and rows
+of text. Both come from the same numbers, in one place, so that they cannot differ.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .journal import Step
+from .journal import PlanRow, Step
 from .summary import Summary, number_text, seconds_text, size_text, speed_of, thinned
-from .timeline import COMPUTE, DOWN, GATHER, LANES, OTHER, PARTS, REDUCE, TITLES, UP, UPDATE, Window
+from .timeline import DOWN, GATHER, LANES, OTHER, PARTS, REDUCE, TITLES, UP, UPDATE, Window
 
 MOST_POINTS = 1200
 """Points of a line. A longer run shows means of steps that follow each other."""
@@ -44,7 +44,13 @@ WAITS = {
     f"wait: {UP}": "wait: host → device",
     f"wait: {OTHER}": "nothing recorded",
 }
-WORKS = {"forward": "forward", "loss": "loss", "backward": "backward", "norm": "norm, clipping", "update": "update on device"}
+WORKS = {
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "norm": "norm, clipping",
+    "update": "update on device",
+}
 
 
 @dataclass(frozen=True)
@@ -87,9 +93,12 @@ def figures(runs: Sequence[Summary]) -> list[Figure]:
 def _loss(runs: Sequence[Summary]) -> Figure | None:
     series = [(f"{_label(run, runs)}", run.losses, lambda step: step.loss) for run in runs]
     held_out = [
-        {"name": f"{_label(run, runs, 'held out')}", "run": number, "dashed": True, "points": [
-            [each.step, _finite(each.loss)] for each in run.run.evaluations
-        ]}
+        {
+            "name": f"{_label(run, runs, 'held out')}",
+            "run": number,
+            "dashed": True,
+            "points": [[each.step, _finite(each.loss)] for each in run.run.evaluations],
+        }
         for number, run in enumerate(runs)
         if run.run.evaluations
     ]
@@ -106,10 +115,10 @@ def _lr(runs: Sequence[Summary]) -> Figure | None:
 
 
 def _speed(runs: Sequence[Summary]) -> Figure | None:
-    series = [
-        (_label(run, runs), [s for s in run.run.steps if speed_of(s) is not None], speed_of) for run in runs
+    series = [(_label(run, runs), [s for s in run.run.steps if speed_of(s) is not None], speed_of) for run in runs]
+    medians = [
+        f"{_label(run, runs, 'median')} {number_text(run.tokens_a_second)}" for run in runs if run.tokens_a_second
     ]
-    medians = [f"{_label(run, runs, 'median')} {number_text(run.tokens_a_second)}" for run in runs if run.tokens_a_second]
     caption = f"Tokens of all ranks in a second, by step: {', '.join(medians)}. Pauses for evaluations are left out."
     return _lines("speed", "Tokens per second", caption, series, zero=True)
 
@@ -159,12 +168,15 @@ def _memory(runs: Sequence[Summary]) -> list[Figure | None]:
                 host.append((_label(run, runs, "measured"), memory.host))
             if memory.peak is not None:
                 known = {kind: memory.device.get(kind, 0.0) for kind in ("parameters", "optimizer_states", "buffers")}
-                peak.append((_label(run, runs, "measured"), {**known, "rest": max(0.0, memory.peak - sum(known.values()))}))
+                peak.append(
+                    (_label(run, runs, "measured"), {**known, "rest": max(0.0, memory.peak - sum(known.values()))})
+                )
         own = run.planned
-        for row in [] if plan is None or own is None else [own, *(row for row in plan.rows if not row.own)]:
-            plans = True
-            way = "" if row.offload == own.offload else " without offload" if row.offload == "none" else f", {row.offload}"
-            title = _label(run, runs, f"planned, stage {row.stage}" if row.own else f"stage {row.stage}{way}")
+        if plan is None or own is None:
+            continue
+        plans = True
+        for row in [own, *(row for row in plan.rows if not row.own)]:
+            title = _label(run, runs, _setting(row, own))
             device.append((title, row.at_step))
             if run.memory is not None and run.memory.host:
                 host.append((title, {"all": row.host}))
@@ -194,6 +206,15 @@ def _memory(runs: Sequence[Summary]) -> list[Figure | None]:
     return found
 
 
+def _setting(row: PlanRow, own: PlanRow) -> str:
+    """A row of a plan as charts name it."""
+    if row.own:
+        return f"planned, stage {row.stage}"
+    if row.offload == own.offload:
+        return f"stage {row.stage}"
+    return f"stage {row.stage} without offload" if row.offload == "none" else f"stage {row.stage}, {row.offload}"
+
+
 def _ranks(runs: Sequence[Summary]) -> Figure | None:
     rows: list[tuple[str, dict[str, float]]] = []
     for run in runs:
@@ -211,10 +232,11 @@ def _ranks(runs: Sequence[Summary]) -> Figure | None:
 
 def _step(runs: Sequence[Summary]) -> Figure | None:
     titles = {**{part: WORKS[part] for part in PARTS}, **WAITS}
-    rows = [(_label(run, runs, f"step {run.window.step:,}"), run.window.shares) for run in runs if run.window is not None]
-    caption = (
-        "Where the time of a traced step goes: computing in solid colours, and hatched what it waits for and nothing hides."
-    )
+    rows = [
+        (_label(run, runs, f"step {run.window.step:,}"), run.window.shares) for run in runs if run.window is not None
+    ]
+    caption = "Where the time of a traced step goes: computing in solid colours, and hatched what it waits for and nothing "
+        "hides."
     return _bars("step", "Where the time of a step goes", caption, rows, titles, unit="seconds", hatched=list(WAITS))
 
 
@@ -227,8 +249,8 @@ def _lane_chart(number: int, run: Summary, runs: Sequence[Summary], longest: flo
     window = run.window
     assert window is not None, "the caller has looked"
     boxes = [box for lane in LANES for box in _boxes(window, lane)]
-    waits = [[wait.start, wait.stop, WAITS[f"wait: {wait.cause}"]] for wait in window.waits]
-    waits = [wait for wait in waits if wait[1] - wait[0] > window.seconds / 1000]
+    seen = [wait for wait in window.waits if wait.stop - wait.start > window.seconds / 1000]
+    waits = [[wait.start, wait.stop, WAITS[f"wait: {wait.cause}"]] for wait in seen]
     rows = []
     for lane in LANES:
         busy, of_lane = window.busy(lane), [span for span in window.spans if span.lane == lane]
@@ -238,8 +260,8 @@ def _lane_chart(number: int, run: Summary, runs: Sequence[Summary], longest: flo
     rows.append(["nothing recorded", "", "", seconds_text(other)])
     dropped = run.run.traced.dropped if run.run.traced is not None else 0
     caption = (
-        f"Step {window.step:,}, {seconds_text(window.seconds)}: what ran when on rank 0. Hatched bands are times in which "
-        "nothing was computed; a band is named after the work that ended just before computing went on."
+        f"Step {window.step:,}, {seconds_text(window.seconds)}: what ran when on rank 0. Hatched bands are times in "
+        "which nothing was computed; a band is named after the work that ended just before computing went on."
     )
     caption += f" {dropped:,} spans are left out." if dropped else ""
     return Figure(
@@ -269,7 +291,10 @@ def _boxes(window: Window, lane: str) -> list[list[Any]]:
             last[2], last[4] = max(last[2], span.stop), last[4] + 1
         else:
             found.append([LANES.index(lane), span.start, span.stop, span.name[:80], 1])
-    return [[row, start, stop, name if count == 1 else f"{name} and {count - 1} more"] for row, start, stop, name, count in found]
+    return [
+        [row, start, stop, name if count == 1 else f"{name} and {count - 1} more"]
+        for row, start, stop, name, count in found
+    ]
 
 
 def _volume(runs: Sequence[Summary]) -> Figure | None:
@@ -286,10 +311,16 @@ def _volume(runs: Sequence[Summary]) -> Figure | None:
         own = run.planned
         if own is not None:
             rows.append((_label(run, runs, "planned"), {"planned": own.volume / padded}))
-    kinds = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "formula": "formula", "planned": "plan"}
+    kinds = {
+        "all_gather": "all-gather",
+        "reduce_scatter": "reduce-scatter",
+        "all_reduce": "all-reduce",
+        "formula": "formula",
+        "planned": "plan",
+    }
     caption = (
-        "What one rank communicates in a step, in Ψ, the number of parameters. ZeRO moves 2Ψ in stages 0 to 2 and up to "
-        f"3Ψ in stage 3; here: {'; '.join(formulas)}."
+        "What one rank communicates in a step, in Ψ, the number of parameters. ZeRO moves 2Ψ in stages 0 to 2 and up "
+        f"to 3Ψ in stage 3; here: {'; '.join(formulas)}."
     )
     return _bars("volume", "Communication volume of a step", caption, rows, kinds, unit="Ψ")
 
@@ -309,12 +340,22 @@ def _bars(
     if not present:
         return None
     series = [
-        {"name": titles[kind], "kind": kind, "hatched": kind in hatched, "values": [values.get(kind, 0.0) for _, values in rows]}
+        {
+            "name": titles[kind],
+            "kind": kind,
+            "hatched": kind in hatched,
+            "values": [values.get(kind, 0.0) for _, values in rows],
+        }
         for kind in present
     ]
-    write = {"bytes": size_text, "seconds": seconds_text}.get(unit, lambda value: f"{number_text(value)} {unit}")
+    units: dict[str, Callable[[float], str]] = {"bytes": size_text, "seconds": seconds_text}
+    write = units.get(unit) or (lambda value: f"{number_text(value)} {unit}")
     table = [
-        [label, *(write(values.get(kind, 0.0)) for kind in present), write(sum(values.get(kind, 0.0) for kind in present))]
+        [
+            label,
+            *(write(values.get(kind, 0.0)) for kind in present),
+            write(sum(values.get(kind, 0.0) for kind in present)),
+        ]
         for label, values in rows
     ]
     chart = {"type": "bars", "unit": unit, "rows": [label for label, _ in rows], "series": series}

@@ -7,7 +7,7 @@ A journal is the file ``record.jsonl`` in the run's folder. Each line is a JSON 
     step        "step", "seconds" since the step before, "loss", "lr", "tokens" of all ranks
     evaluation  "step", "loss" on held-out data
     memory      "step", bytes by kind on "device" and on "host" between backward and update, "peak" and "capacity"
-    volume      "step", "elements" by collective, "expected" (in Ψ) and the "formula" behind it, bytes "host" by direction
+    volume      "step", "elements" by collective, "expected" (in Ψ) and its "formula", bytes by direction on "host"
     plan        "rows": what the plan says of this setting ("own") and of other stages, in bytes, elements and seconds
     trace       "steps", "marks" (their borders, in seconds), "spans" of [lane, name, start, stop]
     ranks       "states" and "peak": the bytes that each rank had, in the order of ranks

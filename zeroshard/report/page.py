@@ -24,6 +24,8 @@ from .summary import Summary, number_text, seconds_text, size_text
 
 MOST_RUNS = 8
 """More runs side by side cannot be told apart."""
+POLICY = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+"""What a browser may do beyond the page's scripts: nothing is fetched, and images are in the page itself."""
 LICENCES = ("NOTICE", "LICENSE", "LICENSE-d3")
 
 
@@ -39,7 +41,7 @@ def render(runs: Sequence[Run]) -> str:
     shown = figures(summaries)
     scripts = [_part("library", "echarts.min.js"), _part("page.js")]
     sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    policy = f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; script-src {sources}; {POLICY}"
     title = " and ".join(summary.run.name for summary in summaries[:3]) + (" …" if len(summaries) > 3 else "")
     data = {figure.id: figure.chart for figure in shown}
     return "\n".join(
@@ -188,7 +190,8 @@ def _figure(figure: Figure) -> Iterator[str]:
     yield f'<figure id="{name}" class="{escape(figure.chart["type"])}" aria-labelledby="{name}-title">'
     yield f'<h2 id="{name}-title">{escape(figure.title)}</h2>'
     yield f"<figcaption>{escape(figure.caption)}</figcaption>"
-    yield f'<div class="chart" data-chart="{name}" tabindex="0" role="img" aria-label="{escape(figure.title)}, a chart. Arrow keys read its values; the table below has them all."></div>'
+    spoken = escape(f"{figure.title}, a chart. Arrow keys read its values; the table below has them all.")
+    yield f'<div class="chart" data-chart="{name}" tabindex="0" role="img" aria-label="{spoken}"></div>'
     yield "<details>"
     yield "<summary>The values as a table</summary>"
     yield from _table(figure.table, figure.title)

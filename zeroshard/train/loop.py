@@ -162,9 +162,7 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
     return LOWEST_LR + (1 - LOWEST_LR) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def _evaluate(
-    task: Task, model: nn.Module, step: int, record: Record, recorder: Recorder, console: Console
-) -> None:
+def _evaluate(task: Task, model: nn.Module, step: int, record: Record, recorder: Recorder, console: Console) -> None:
     loss = task.evaluate(model)
     if loss is not None:
         record.evaluated(step, loss)
