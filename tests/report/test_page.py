@@ -93,7 +93,9 @@ def test_charts_and_tables_have_the_runs_values(page: str) -> None:
     volume = {series["kind"]: series["values"] for series in data["volume"]["series"]}
     assert volume["all_gather"][0] + volume["reduce_scatter"][0] == volume["formula"][1] == volume["planned"][2] == 2.0
     step = {series["kind"]: series["values"][0] for series in data["step"]["series"]}
+    assert data["step"]["rows"] == ["step 5", "planned"]
     assert sum(step.values()) == pytest.approx(0.6)
+    assert data["step"]["series"][-1]["values"] == [0, 0.4]
     assert step["wait: host update"] == pytest.approx(0.205)
     text = " ".join(Elements(page).texts)
     for value in ("4.900 → 4.000", "4.9", "2,000", "6 MB", "205 ms", "2 Ψ"):

@@ -231,12 +231,18 @@ def _ranks(runs: Sequence[Summary]) -> Figure | None:
 
 
 def _step(runs: Sequence[Summary]) -> Figure | None:
-    titles = {**{part: WORKS[part] for part in PARTS}, **WAITS}
-    rows = [
-        (_label(run, runs, f"step {run.window.step:,}"), run.window.shares) for run in runs if run.window is not None
-    ]
-    caption = "Where the time of a traced step goes: computing in solid colours, and hatched what it waits for and nothing "
+    titles = {**{part: WORKS[part] for part in PARTS}, **WAITS, "planned": "the whole step, by the plan"}
+    rows: list[tuple[str, dict[str, float]]] = []
+    for run in runs:
+        if run.window is None:
+            continue
+        rows.append((_label(run, runs, f"step {run.window.step:,}"), run.window.shares))
+        if run.planned is not None and run.planned.seconds is not None:
+            rows.append((_label(run, runs, "planned"), {"planned": run.planned.seconds}))
+    caption = (
+        "Where the time of a traced step goes: computing in solid colours, and hatched what it waits for and nothing "
         "hides."
+    )
     return _bars("step", "Where the time of a step goes", caption, rows, titles, unit="seconds", hatched=list(WAITS))
 
 
