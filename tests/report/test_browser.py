@@ -111,10 +111,10 @@ def test_arrow_keys_read_a_charts_values(opened: Opened) -> None:
     opened.page.focus("[data-chart='loss']")
     for _ in range(3):
         opened.page.keyboard.press("ArrowRight")
-    assert opened.page.text_content("#spoken") == "step 3: small 4.7"
+    assert opened.page.text_content("#spoken") == "step 3: training 4.7"
     assert "4.7" in opened.page.inner_text("#loss .chart")  # the tooltip
     opened.page.keyboard.press("End")
-    assert opened.page.text_content("#spoken") == "step 10: small 4, held out 4.5"
+    assert opened.page.text_content("#spoken") == "step 10: training 4, held out 4.5"
     opened.page.focus("[data-chart='memory']")
     opened.page.keyboard.press("ArrowDown")
     assert opened.page.text_content("#spoken") == (
@@ -183,5 +183,5 @@ def test_a_damaged_run_with_nan_is_a_page_with_gaps(browser: Any, tmp_path: Path
     opened.page.focus("[data-chart='loss']")
     opened.page.keyboard.press("ArrowRight")
     opened.page.keyboard.press("ArrowRight")
-    assert opened.page.text_content("#spoken") == "step 2: small not finite"
+    assert opened.page.text_content("#spoken") == "step 2: training not finite"
     assert opened.troubles == []

@@ -101,6 +101,7 @@ def test_a_new_run_in_the_same_folder_shows_nothing_of_the_old_one(tmp_path: Pat
         b'{"kind": "step"}',
         b'{"kind": "step", "step": -1}',
         b'{"kind": "step", "step": 1e400}',
+        b'{"kind": "evaluation", "step": 1' + b"0" * 400 + b', "loss": 1}',
         b'{"kind": "step", "step": 2}',  # not later than the last one
         b'{"kind": "run", "format": 2, "after": 0}',
         b'{"kind": "run", "format": 1, "after": "0"}',

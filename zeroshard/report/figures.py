@@ -91,10 +91,11 @@ def figures(runs: Sequence[Summary]) -> list[Figure]:
 
 
 def _loss(runs: Sequence[Summary]) -> Figure | None:
-    series = [(f"{_label(run, runs)}", run.losses, lambda step: step.loss) for run in runs]
+    training = "training" if len(runs) == 1 else ""
+    series = [(_label(run, runs, training), run.losses, lambda step: step.loss) for run in runs]
     held_out = [
         {
-            "name": f"{_label(run, runs, 'held out')}",
+            "name": _label(run, runs, "held out"),
             "run": number,
             "dashed": True,
             "points": [[each.step, _finite(each.loss)] for each in run.run.evaluations],

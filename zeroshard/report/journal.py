@@ -340,7 +340,12 @@ def _number(value: object) -> float | None:
     """A number, which may be NaN or infinite; None for anything else."""
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int of many digits
+        return None
 
 
 def _known(value: object) -> float:

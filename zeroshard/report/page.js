@@ -50,6 +50,7 @@
 
   function digits(value) {
     if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en-US");
+    if (value !== 0 && Math.abs(value) < 1e-3) return Number(value.toPrecision(4)).toExponential();
     return String(Number(value.toPrecision(4)));
   }
 
@@ -185,7 +186,7 @@
     const write = WRITE[chart.unit];
     const totals = chart.rows.map((_, at) => chart.series.reduce((sum, series) => sum + series.values[at], 0));
     const narrow = innerWidth < 600;
-    const room = roomFor(chart.rows, width * (narrow ? 0.3 : 0.4));
+    const room = roomFor(chart.rows, width * (narrow ? 0.36 : 0.4));
     const top = legendHeight(chart.series.map(({ name }) => name), width);
     const option = {
       ...common(look),
