@@ -33,6 +33,10 @@ LONGEST_LINE = 32 << 20
 """Longer lines are damage."""
 MOST_SPANS = 6000
 """More spans of a trace are left out, so that a page stays small."""
+MOST_ROWS = 64
+"""A plan has no more rows, and a trace no more steps."""
+LONGEST_WORDS = 200
+"""Longer texts are cut."""
 
 
 class Step(NamedTuple):
@@ -156,8 +160,7 @@ class Run:
 
     def text(self, name: str) -> str:
         """A text of the line ``run``, or nothing."""
-        value = self.head.get(name)
-        return value if isinstance(value, str) else ""
+        return _words(self.head.get(name))
 
 
 class Journal:
@@ -276,20 +279,15 @@ def _take_memory(run: Run, entry: dict[str, Any]) -> None:
 
 
 def _take_volume(run: Run, entry: dict[str, Any]) -> None:
-    formula = entry.get("formula")
-    run.volume = Volume(
-        _sizes(entry["elements"]),
-        _size(entry.get("expected")),
-        formula if isinstance(formula, str) else "",
-        _sizes(entry.get("host") or {}),
-    )
+    elements, host = _sizes(entry["elements"]), _sizes(entry.get("host") or {})
+    run.volume = Volume(elements, _size(entry.get("expected")), _words(entry.get("formula")), host)
 
 
 def _take_plan(run: Run, entry: dict[str, Any]) -> None:
     rows = [
         PlanRow(
             stage=_whole(row["stage"]),
-            offload=str(row["offload"]),
+            offload=_words(row["offload"]),
             own=row["own"] is True,
             fits=row["fits"] is True,
             at_step=_sizes(row["at_step"]),
@@ -298,7 +296,7 @@ def _take_plan(run: Run, entry: dict[str, Any]) -> None:
             volume=_size(row["volume"]) or 0.0,
             seconds=_size(row.get("seconds")),
         )
-        for row in entry["rows"]
+        for row in entry["rows"][:MOST_ROWS]
     ]
     run.plan = Plan(rows, entry.get("counts_activations") is True, _whole(entry.get("micro_batches", 1)))
 
@@ -306,8 +304,16 @@ def _take_plan(run: Run, entry: dict[str, Any]) -> None:
 def _take_trace(run: Run, entry: dict[str, Any]) -> None:
     marks = [float(_known(mark)) for mark in entry["marks"]]
     steps = [_whole(step) for step in entry["steps"]]
-    spans = [Span(str(lane), str(name), _known(start), _known(stop)) for lane, name, start, stop in entry["spans"]]
-    if len(marks) != len(steps) + 1 or not steps or sorted(marks) != marks or marks[0] == marks[-1]:
+    spans = [
+        Span(_words(lane), _words(name), _known(start), _known(stop)) for lane, name, start, stop in entry["spans"]
+    ]
+    if (
+        len(steps) > MOST_ROWS
+        or len(marks) != len(steps) + 1
+        or not steps
+        or sorted(marks) != marks
+        or marks[0] == marks[-1]
+    ):
         raise ValueError("no steps")
     spans = [span for span in spans if span.start <= span.stop]
     dropped = _whole(entry.get("dropped", 0)) + max(0, len(spans) - MOST_SPANS)
@@ -320,7 +326,7 @@ def _take_ranks(run: Run, entry: dict[str, Any]) -> None:
 
 
 def _take_end(run: Run, entry: dict[str, Any]) -> None:
-    run.end = str(entry["reason"])
+    run.end = _words(entry["reason"])
 
 
 _READERS = {
@@ -346,6 +352,11 @@ def _number(value: object) -> float | None:
         return float(value)
     except OverflowError:  # an int of many digits
         return None
+
+
+def _words(value: object) -> str:
+    """A text that is not too long; nothing for anything else."""
+    return value[:LONGEST_WORDS] if isinstance(value, str) else ""
 
 
 def _known(value: object) -> float:
