@@ -48,6 +48,30 @@ def test_the_update_of_the_example_is_waited_for_until_its_first_unit_is_there()
     assert sum(wait.stop - wait.start for wait in window.waits) == pytest.approx(0.21)
 
 
+def test_while_the_host_updates_without_a_break_what_follows_each_update_is_no_cause_of_its_own() -> None:
+    spans: list[list[object]] = []
+    for unit in range(4):  # each update takes 0.2, and its parameters come 0.05 later; computing takes 0.1
+        spans.append([UPDATE, f"{unit}", 0.2 * unit, 0.2 * (unit + 1)])
+        spans.append([UP, f"{unit}", 0.2 * (unit + 1), 0.2 * (unit + 1) + 0.05])
+        spans.append([COMPUTE, f"forward {unit}", 0.2 * (unit + 1) + 0.05, 0.2 * (unit + 1) + 0.15])
+    (window,) = windows(traced(spans))
+    assert [wait.cause for wait in window.waits] == [UPDATE, UPDATE, UPDATE, UPDATE, UP, OTHER]
+    assert window.shares == pytest.approx(
+        {"forward": 0.4, "wait: host update": 0.5, "wait: to the device": 0.05, "wait: other": 0.05}
+    )
+
+
+def test_waits_after_the_last_wait_for_the_host_keep_their_causes() -> None:
+    spans = [
+        [UPDATE, "a", 0.0, 0.2],
+        [COMPUTE, "forward a", 0.2, 0.5],
+        [GATHER, "b", 0.5, 0.6],
+        [UPDATE, "b", 0.3, 0.9],
+    ]
+    (window,) = windows(traced([*spans, [COMPUTE, "forward b", 0.6, 1.0]]))
+    assert window.waits == [Wait(0.0, 0.2, UPDATE), Wait(0.5, 0.6, GATHER)]
+
+
 def test_time_in_which_no_lane_worked_is_told_as_such() -> None:
     (window,) = windows(traced([[COMPUTE, "forward a", 0.3, 1.0]]))
     assert window.waits == [Wait(0.0, 0.3, OTHER)]

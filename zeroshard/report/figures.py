@@ -268,7 +268,7 @@ def _lane_chart(number: int, run: Summary, runs: Sequence[Summary], longest: flo
     dropped = run.run.traced.dropped if run.run.traced is not None else 0
     caption = (
         f"Step {window.step:,}, {seconds_text(window.seconds)}: what ran when on rank 0. Hatched bands are times in "
-        "which nothing was computed; a band is named after the work that ended just before computing went on."
+        "which nothing was computed; each is named after the work that computing waited for."
     )
     caption += f" {dropped:,} spans are left out." if dropped else ""
     return Figure(

@@ -67,7 +67,10 @@ def windows(traced: Traced) -> list[Window]:
             for span in traced.spans
             if min(span.stop, stop) - start > max(span.start, start) - start and span.lane in LANES
         ]
-        found.append(Window(step, stop - start, spans, list(_waits(spans, stop - start))))
+        waits = list(_waits(spans, stop - start))
+        for lane in (UP, DOWN, UPDATE):
+            waits = list(_merged(_without_breaks(lane, waits, spans, CLOSE * (stop - start) / 4)))
+        found.append(Window(step, stop - start, spans, waits))
     return found
 
 
@@ -117,6 +120,35 @@ def _causes(others: Sequence[Span], stops: Sequence[float], begin: float, end: f
         start = max(last.start, begin)
         yield Wait(start, stop, last.lane)
         end = start
+
+
+def _without_breaks(lane: str, waits: Sequence[Wait], spans: Sequence[Span], close: float) -> Iterator[Wait]:
+    """The waits, where those that only shift the wait for a lane are given that lane as their cause.
+
+    If a lane works without a break until computing waits for it, then all waits before, while it worked, cost nothing
+    of their own: without them computing would have waited longer at the end.
+    """
+    runs: list[tuple[float, float]] = []
+    for start, stop in _union((span.start, span.stop) for span in spans if span.lane == lane):
+        if runs and start - runs[-1][1] <= close:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    ends = [
+        max((w.stop for w in waits if w.cause == lane and start < w.stop <= stop), default=start)
+        for start, stop in runs
+    ]
+    bounds = [(start, end) for (start, _), end in zip(runs, ends, strict=True) if end > start]
+    for wait in waits:
+        reached = wait.start
+        for start, end in bounds:
+            if max(reached, start) < min(wait.stop, end):
+                if reached < start:
+                    yield Wait(reached, start, wait.cause)
+                yield Wait(max(reached, start), min(wait.stop, end), lane)
+                reached = min(wait.stop, end)
+        if reached < wait.stop:
+            yield Wait(reached, wait.stop, wait.cause)
 
 
 def _merged(waits: Iterable[Wait]) -> Iterator[Wait]:
