@@ -79,7 +79,7 @@ def test_train_writes_a_report_that_a_resumed_run_continues(tmp_path: Path) -> N
     output = train("--steps", "12")
     run = read(tmp_path / "run")
     assert [step.step for step in run.steps] == list(range(1, 13))
-    assert (run.starts, run.end, run.name) == (2, "finished", "stdlib-10m")
+    assert (run.starts, run.end, run.name) == (2, "finished", "run")
     assert f"{run.steps[-1].loss:.3f}" in output  # the closing table says the same
     assert run.volume is not None
     assert run.volume.formula == "2Ψ"

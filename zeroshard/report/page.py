@@ -20,7 +20,7 @@ from typing import Any
 from .advice import advice_for
 from .figures import Figure, Table, figures
 from .journal import Run
-from .summary import Summary, number_text, seconds_text, size_text
+from .summary import Summary, count_text, number_text, seconds_text, size_text
 
 MOST_RUNS = 8
 """More runs side by side cannot be told apart."""
@@ -120,7 +120,7 @@ def _runs(runs: Sequence[Summary]) -> Iterator[str]:
 
 def _subtitle(run: Summary) -> str:
     parameters = run.run.number("parameters")
-    size = "" if not parameters else f"Ψ = {number_text(parameters / 1e6)}M parameters"
+    size = "" if not parameters else f"Ψ = {count_text(parameters)} parameters"
     return " · ".join(word for word in (run.setting, size, run.run.text("device")) if word)
 
 
@@ -180,7 +180,7 @@ def _advice(runs: Sequence[Summary]) -> Iterator[str]:
 def _nothing_to_advise(run: Summary) -> str:
     window = run.window
     if window is None:
-        return "No step was traced, so it is not known what a step waits for. Some are from the 5th step on."
+        return "No step was traced, so it is not known what a step waits for. Steps are traced from the 5th on."
     computing = sum(seconds for part, seconds in window.shares.items() if not part.startswith("wait: "))
     return f"Nothing: computing fills {computing / window.seconds:.0%} of a step, and no wait takes 5% of it."
 

@@ -131,6 +131,16 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 and math.isfinite(value) else f"{value:.4g}"
 
 
+def count_text(count: float) -> str:
+    """How many parameters, as people say it.
+
+    >>> count_text(8.03e9), count_text(124e6), count_text(39_072)
+    ('8.03B', '124M', '39,072')
+    """
+    unit, name = next(((u, n) for u, n in ((1e9, "B"), (1e6, "M")) if count >= u), (1.0, ""))
+    return f"{count / unit:.4g}{name}" if name else f"{count:,.0f}"
+
+
 def thinned(steps: Sequence[Step], most: int) -> list[Sequence[Step]]:
     """Groups of steps that follow each other, at most ``most`` of them, so that a long run is still a small page."""
     size = max(1, -(-len(steps) // most))

@@ -67,7 +67,7 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     )
     probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = RunCheckpoints(start, out, model, optimizer, scheduler)
-    recorder = Recorder(model, out, tokens=task.tokens_a_step, batch=job.train.batch, name=job.name)
+    recorder = Recorder(model, out, tokens=task.tokens_a_step, batch=job.train.batch)
     with recorder, probe, Bar(job.train.steps, console) as bar, checkpoints:
         saved = checkpoints.load()
         done = 0 if saved is None else int(saved["step"])
