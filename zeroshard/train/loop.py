@@ -2,7 +2,9 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from rich.console import Console
@@ -20,24 +22,39 @@ from ..system.allocator import defragment
 from .checkpoints import NEVER, RunCheckpoints, Start
 from .gpt.task import GPTTask
 from .language.task import LanguageTask
+from .live.audience import Audience
+from .live.events import Evaluation, RunEnd, RunStart, StepEvent
+from .live.json_lines import JsonLines
+from .live.loggers import LoggedRun, add_loggers, settings_of
+from .live.terminal import Bar, rank_zero_console, say
 from .probe import Probe
 from .rank import Rank
 from .record import Record
 from .stopping import BY_SIGNAL, tell_launcher
 from .task import Task, mean
-from .views import Bar, evaluation_line, rank_zero_console, say, trace_line
+from .views import trace_line
 
 LOWEST_LR = 0.1  # the end of the cosine, as a share of the highest learning rate
 
 
-def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
+def train(
+    job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER, json_lines: TextIO | None = None
+) -> None:
     """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this. A trace is of rank 0.
 
-    `resume` is `auto`, `never` or the path of a checkpoint. No other job can write to `out` meanwhile.
+    `resume` is `auto`, `never` or the path of a checkpoint. No other job can write to `out` meanwhile. With a stream
+    for `json_lines`, rank 0 writes its events there, and prints everything else on standard error.
     """
     here = Rank.from_environment(job.train.device, job.train.tensor_parallel)
-    with claimed(out.absolute()) if here.rank == 0 else nullcontext():
-        _train(here, job, out, trace_file, resume)
+    console = rank_zero_console(here.rank, errors=json_lines is not None)
+    bar = Bar(job.train.steps, console)
+    with (
+        claimed(out.absolute()) if here.rank == 0 else nullcontext(),
+        Audience(lambda text: say(console, text), [bar] if here.rank == 0 else []) as audience,
+    ):
+        if json_lines is not None and here.rank == 0:
+            audience.add("--json", JsonLines(json_lines))
+        _train(here, job, out, trace_file, resume, console, bar, audience)
 
 
 def task_of(job: Job, out: Path, here: Rank) -> Task:
@@ -47,13 +64,22 @@ def task_of(job: Job, out: Path, here: Rank) -> Task:
     return GPTTask(job, here)
 
 
-def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str) -> None:
+def _train(
+    here: Rank,
+    job: Job,
+    out: Path,
+    trace_file: Path | None,
+    resume: str,
+    console: Console,
+    bar: Bar,
+    audience: Audience,
+) -> None:
     task = task_of(job, out, here)
     start = Start.find(job, out, resume, here.data_ranks, task.identity)
     if start.job.shard.get("defragment", here.device.type == "cuda"):
         defragment(here.device)  # before anything is put on the GPU
     job = task.start(start.job, start.origin, here)
-    console = rank_zero_console(here.rank)
+    bar.expect(job.train.steps)
     say(console, task.headline)
 
     model, optimizer, scheduler = _build(task, job)
@@ -66,19 +92,20 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     )
     probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = RunCheckpoints(start, out, model, optimizer, scheduler)
-    with probe, Bar(job.train.steps, console) as bar, checkpoints:
+    with probe, bar, checkpoints:
         saved = checkpoints.load()
         done = 0 if saved is None else int(saved["step"])
+        _begin(here, job, out, audience, model, done, task.tokens_a_step)
         if saved is None:
             if resume != NEVER:
                 say(console, "no checkpoint to resume from: training begins at the first step")
-            _evaluate(task, model, 0, record, console)
+            _evaluate(task, model, 0, record, audience)
             _say_sample(task, model, "before", console)
             record.disturbed(0)
         else:
             record.resume(done, saved["journal"])
-            bar.reach(done)
             say(console, f"resumed after step {done}/{job.train.steps}")
+        step = done
         for step in range(done + 1, job.train.steps + 1):
             batches = task.micro_batches(step)
             record.micro_batches = len(batches)
@@ -89,6 +116,7 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
                 loss.backward()
                 total += loss.detach()
             probe.before_update(step)
+            lr = float(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -98,12 +126,12 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
             last = step == job.train.steps
             if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
                 record.measured(step, mean(model, total), zeroshard.stats(model))
-                bar.show(step, record)
+                audience.tell(StepEvent.of_record(record, step, job.train.steps, lr))
             if last:
                 zeroshard.synchronize(model)  # publishes a delayed update
             if step % job.train.evaluate_every == 0 or last:
                 with record.stopwatch.paused():
-                    _evaluate(task, model, step, record, console)
+                    _evaluate(task, model, step, record, audience)
             if checkpoints.after_step(step, record.state_dict()):
                 say(console, f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
@@ -113,6 +141,16 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     if stopped is None:
         _say_sample(task, model, "after", console)
         weights = task.save(model, out)
+    audience.tell(
+        RunEnd.of_record(
+            record,
+            step,
+            job.train.steps,
+            stopped=stopped,
+            weights=tuple(map(str, weights)),
+            checkpoint=None if stopped is None else str(checkpoints.path_of(step)),
+        )
+    )
     end_process_group(runtime_of(model).fabric)
     if here.rank != 0:
         return
@@ -155,11 +193,37 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
     return LOWEST_LR + (1 - LOWEST_LR) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def _evaluate(task: Task, model: nn.Module, step: int, record: Record, console: Console) -> None:
+def _begin(
+    here: Rank, job: Job, out: Path, audience: Audience, model: nn.Module, done: int, tokens_a_step: int
+) -> None:
+    """Open the loggers that the job names, and tell everybody that the run begins."""
+    if here.rank != 0:
+        return
+    stats = zeroshard.stats(model)
+    start = RunStart(
+        name=job.name,
+        folder=str(out),
+        step=done,
+        of=job.train.steps,
+        stage=stats.stage,
+        ranks=here.world,
+        precision=job.precision,
+        parameters=stats.parameters,
+        tokens_per_step=tokens_a_step,
+    )
+    settings = settings_of(start, asdict(job.train), job.shard)
+    add_loggers(audience, job.train.log, LoggedRun(name=job.name, folder=out.absolute(), step=done, settings=settings))
+    audience.tell(start)
+
+
+def _evaluate(task: Task, model: nn.Module, step: int, record: Record, audience: Audience) -> None:
+    waits = runtime_of(model).fabric.waits
+    before = waits.seconds()
     loss = task.evaluate(model)
+    record.waited_elsewhere(before, waits.seconds())
     if loss is not None:
         record.evaluated(step, loss)
-        say(console, evaluation_line(step, record))
+        audience.tell(Evaluation(step=step, held_out_loss=loss))
 
 
 def _say_sample(task: Task, model: nn.Module, when: str, console: Console) -> None:
