@@ -11,6 +11,15 @@ from .audience import Audience
 from .events import Evaluation, Event, RunStart, StepEvent
 
 PROJECT = "zeroshard"
+SCALARS_ONLY = {
+    "console": "off",
+    "save_code": False,
+    "disable_git": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
+"""Settings of W&B, which would otherwise upload what is printed, the code's state and facts about the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +69,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases: scalars and settings, no console output, no code, nothing of the git repository.
+    """A run of Weights & Biases: scalars and settings, and nothing of the console, the code or the machine's load.
 
     `WANDB_PROJECT`, `WANDB_MODE=offline` and its other variables count.
     """
@@ -77,7 +86,7 @@ class WeightsAndBiases:
             config=dict(run.settings),
             id=former,
             resume="allow" if former else None,
-            settings=wandb.Settings(console="off", disable_git=True, save_code=False, x_save_requirements=False),
+            settings=wandb.Settings(**SCALARS_ONLY),
         )
         known.write_text(self._run.id)
         self._run.define_metric("*", step_metric="step")  # else steps of a resumed run could not be logged again
@@ -96,8 +105,8 @@ class Trackio:
 
     def open(self, run: LoggedRun) -> None:
         """Begin a run, or go on in the run of this name."""
-        trackio: Any = import_module("trackio")
-        self._run = trackio.init(
+        self._trackio: Any = import_module("trackio")
+        self._trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=run.name,
             config=dict(run.settings),
@@ -109,11 +118,11 @@ class Trackio:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
-        self._run.log(dict(values), step=step)
+        self._trackio.log(dict(values), step=step)
 
     def close(self) -> None:
         """Finish the run."""
-        self._run.finish()
+        self._trackio.finish()
 
 
 CLASSES: Mapping[str, Callable[[], Logger]] = {
@@ -191,4 +200,6 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, fl
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
