@@ -107,7 +107,7 @@ class Trackio:
         """Begin a run, or go on in the run of this name."""
         self._trackio: Any = import_module("trackio")
         self._trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            project=PROJECT,
             name=run.name,
             config=dict(run.settings),
             resume="allow" if run.step else "never",
