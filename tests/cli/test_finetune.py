@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.train.language.chats import chats, make_model, text, write_lines
 from zeroshard.cli.main import main
 from zeroshard.config.job import load_job
 from zeroshard.train.loop import train
+from zeroshard.train.stopping import command_title
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SMALL = ["--device", "cpu", "--sequence", "32", "--tokens-per-step", "160", "--set", "train.report_every=2"]
@@ -170,6 +172,40 @@ def test_a_rank_can_trace_a_run_whose_steps_follow_from_the_data(
     given = [made.model, made.chats, *SMALL, "--trace", str(trace), "--out", str(tmp_path / "run")]
     assert main(["finetune", *given]) == 0
     assert begun == [trace]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--json"], "--json is for the steps of a run, and --dry-run makes none"),
+        (["--resume", "nowhere"], "--resume nowhere: no such folder"),
+        (["--resume", "{empty}"], "no complete checkpoint there"),
+        (["--trace", "{empty}/none/trace.json"], "its folder does not exist"),
+        (["--steps", "2", "--trace", "{empty}/trace.json"], "--trace: of 2 step(s) none has settled"),
+        (["--set", "train.log=tensorbord"], "train.log: must name some of tensorboard, wandb, trackio"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    arguments: list[str], told: str, made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.replace("{empty}", str(tmp_path)) for argument in arguments]
+    run = ["finetune", made.model, made.chats, *SMALL, "--dry-run", "--ranks", "2", "--out", str(tmp_path / "run")]
+    assert main([*run, *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_told_during_the_run_is_passed_on_to_the_ranks(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("zeroshard.cli.running.launch", lambda ranks, nodes, argv, restarts: started.append(argv) or 0)
+    out = tmp_path / "run"
+    given = [made.model, made.chats, *SMALL, "--json", "--log", "tensorboard", "--log", "wandb", "--out", str(out)]
+    monkeypatch.setattr("zeroshard.integrations.requirement.find_spec", lambda name: SimpleNamespace(origin=name))
+    assert main(["finetune", *given]) == 0
+    assert "--json" in started[0]
+    assert load_job(str(out / "finetune.toml")).train.log == ("tensorboard", "wandb")
+    assert command_title() == "zeroshard finetune"
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft"])
