@@ -145,9 +145,14 @@ class UnitCosts:
 
     @cached_property
     def _on_host(self) -> list[float]:
-        """Elements that the host updates, by unit."""
+        """Elements that the host updates, by unit. Those that forward needs first are the device's."""
         fraction = 0.0 if self.setup.offload is None else self.setup.offload.host_fraction
-        return [size / self._shards * (1.0 if fraction == "auto" else fraction) for size in self.work.trained]
+        on_device, sizes = 0.0 if fraction == "auto" else 1 - fraction, []
+        left = on_device * sum(self.work.trained)
+        for size in self.work.trained:
+            sizes.append(max(0.0, size - left) / self._shards)
+            left = max(0.0, left - size)
+        return sizes
 
     @cached_property
     def down(self) -> list[float]:
@@ -182,7 +187,9 @@ class UnitCosts:
         # gradients, if backward runs at the same time.
         crossing = width * (1 + offload.beside_backward + offload.read_back)
         traffic = host_update_bytes(offload, width, self.setup.moments) + crossing
-        return [size and size * traffic / self._host_bandwidth + self.machine.launch.host for size in self._on_host]
+        ranks = min(self.setup.devices, self.machine.devices_per_node)
+        element = max(traffic / self._host_bandwidth, self.machine.host_arithmetic(ranks, offload))
+        return [size and size * element + self.machine.launch.host for size in self._on_host]
 
     @cached_property
     def host_add(self) -> list[float]:
