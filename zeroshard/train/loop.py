@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -26,7 +25,7 @@ from .live.audience import Audience
 from .live.events import Evaluation, RunEnd, RunStart, StepEvent
 from .live.json_lines import JsonLines
 from .live.loggers import LoggedRun, add_loggers, settings_of
-from .live.terminal import Bar, rank_zero_console, say
+from .live.terminal import rank_zero_console
 from .probe import Probe
 from .rank import Rank
 from .record import Record
@@ -47,14 +46,13 @@ def train(
     """
     here = Rank.from_environment(job.train.device, job.train.tensor_parallel)
     console = rank_zero_console(here.rank, errors=json_lines is not None)
-    bar = Bar(job.train.steps, console)
     with (
         claimed(out.absolute()) if here.rank == 0 else nullcontext(),
-        Audience(lambda text: say(console, text), [bar] if here.rank == 0 else []) as audience,
+        Audience(console, job.train.steps) as audience,
     ):
-        if json_lines is not None and here.rank == 0:
+        if json_lines is not None:
             audience.add("--json", JsonLines(json_lines))
-        _train(here, job, out, trace_file, resume, console, bar, audience)
+        _train(here, job, out, trace_file, resume, audience)
 
 
 def task_of(job: Job, out: Path, here: Rank) -> Task:
@@ -64,23 +62,14 @@ def task_of(job: Job, out: Path, here: Rank) -> Task:
     return GPTTask(job, here)
 
 
-def _train(
-    here: Rank,
-    job: Job,
-    out: Path,
-    trace_file: Path | None,
-    resume: str,
-    console: Console,
-    bar: Bar,
-    audience: Audience,
-) -> None:
+def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str, audience: Audience) -> None:
     task = task_of(job, out, here)
     start = Start.find(job, out, resume, here.data_ranks, task.identity)
     if start.job.shard.get("defragment", here.device.type == "cuda"):
         defragment(here.device)  # before anything is put on the GPU
     job = task.start(start.job, start.origin, here)
-    bar.expect(job.train.steps)
-    say(console, task.headline)
+    audience.bar.expect(job.train.steps)
+    audience.say(task.headline)
 
     model, optimizer, scheduler = _build(task, job)
     task.prepare(model)
@@ -92,19 +81,19 @@ def _train(
     )
     probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = RunCheckpoints(start, out, model, optimizer, scheduler)
-    with probe, bar, checkpoints:
+    with probe, audience.bar, checkpoints:
         saved = checkpoints.load()
         done = 0 if saved is None else int(saved["step"])
         _begin(here, job, out, audience, model, done, task.tokens_a_step)
         if saved is None:
             if resume != NEVER:
-                say(console, "no checkpoint to resume from: training begins at the first step")
+                audience.say("no checkpoint to resume from: training begins at the first step")
             _evaluate(task, model, 0, record, audience)
-            _say_sample(task, model, "before", console)
+            _say_sample(task, model, "before", audience)
             record.disturbed(0)
         else:
             record.resume(done, saved["journal"])
-            say(console, f"resumed after step {done}/{job.train.steps}")
+            audience.say(f"resumed after step {done}/{job.train.steps}")
         step = done
         for step in range(done + 1, job.train.steps + 1):
             batches = task.micro_batches(step)
@@ -121,7 +110,7 @@ def _train(
             scheduler.step()
             optimizer.zero_grad()
             probe.end(step)
-            bar.reach(step)
+            audience.bar.reach(step)
 
             last = step == job.train.steps
             if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
@@ -133,13 +122,13 @@ def _train(
                 with record.stopwatch.paused():
                     _evaluate(task, model, step, record, audience)
             if checkpoints.after_step(step, record.state_dict()):
-                say(console, f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
+                audience.say(f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
         checkpoints.finish()
 
     stopped, weights = checkpoints.stopped, list[Path]()
     if stopped is None:
-        _say_sample(task, model, "after", console)
+        _say_sample(task, model, "after", audience)
         weights = task.save(model, out)
     audience.tell(
         RunEnd.of_record(
@@ -156,20 +145,20 @@ def _train(
         return
     if stopped is not None:
         if checkpoints.stopped_by_signal:
-            say(console, "go on with the same command and --resume auto")
+            audience.say("go on with the same command and --resume auto")
         tell_launcher(BY_SIGNAL if checkpoints.stopped_by_signal else stopped)
         return
     del model, optimizer, scheduler, probe, checkpoints  # room for the sample
     if record.trace is not None:
-        say(console, trace_line(record.trace))
-    say(console, f"saved {weights[-1]}")
+        audience.say(trace_line(record.trace))
+    audience.say(f"saved {weights[-1]}")
     if (text := task.sample_saved(out, here.device)) is not None:
-        say(console, text)
+        audience.say(text)
     if record.stats is None:
-        say(console, f"all {job.train.steps} steps were made before, so there is nothing measured to show")
+        audience.say(f"all {job.train.steps} steps were made before, so there is nothing measured to show")
         return
     for part in task.closing(record, out):
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+        audience.show(part)
 
 
 def _build(task: Task, job: Job) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
@@ -197,7 +186,7 @@ def _begin(
     here: Rank, job: Job, out: Path, audience: Audience, model: nn.Module, done: int, tokens_a_step: int
 ) -> None:
     """Open the loggers that the job names, and tell everybody that the run begins."""
-    if here.rank != 0:
+    if not audience.listens:
         return
     stats = zeroshard.stats(model)
     start = RunStart(
@@ -226,7 +215,7 @@ def _evaluate(task: Task, model: nn.Module, step: int, record: Record, audience:
         audience.tell(Evaluation(step=step, held_out_loss=loss))
 
 
-def _say_sample(task: Task, model: nn.Module, when: str, console: Console) -> None:
+def _say_sample(task: Task, model: nn.Module, when: str, audience: Audience) -> None:
     text = task.sample_sharded(model)
     if text is not None:
-        say(console, f"a sample {when} training:\n{text}")
+        audience.say(f"a sample {when} training:\n{text}")

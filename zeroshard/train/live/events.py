@@ -102,7 +102,7 @@ class RunEnd:
     stopped: str | None
     """Why the run ended before its last step; None if it did not."""
     loss: float | None
-    """The last training loss that was read; None if this process made no step."""
+    """The last training loss that was read, before a resume too; None if there was none."""
     held_out_loss: float | None
     tokens_per_second: float | None
     device_memory: Bytes | None
