@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -321,6 +322,25 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(runs: Runs, made: Made, tm
     assert re.search(r"resumed after step [2-7]/8", again)
     assert losses(again)[-1] == pytest.approx(losses(shown)[-1], abs=2e-3)
     assert_same(out, tmp_path)
+
+
+@pytest.mark.slow
+def test_with_json_standard_output_has_lines_of_json_alone(made: Made, tmp_path: Path) -> None:
+    given = [made.model, made.chats, *SMALL, "--steps", "4", "--ranks", "2", "--json", "--out", str(tmp_path)]
+    events = [json.loads(line) for line in finetune("finetune", *given).splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 4]
+    assert Path(events[-1]["weights"][-1]).exists()
+
+
+@pytest.mark.slow
+def test_a_finetuning_that_fails_is_told_by_its_own_name(made: Made, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    given = [made.model, made.chats, *SMALL, "--ranks", "1", "--out", str(tmp_path / "run"), "--resume", str(empty)]
+    command = [sys.executable, "-m", "zeroshard", "finetune", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=ONE_THREAD)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith("zeroshard finetune: rank 0 failed: ResumeError: --resume ")
 
 
 @pytest.mark.slow

@@ -180,6 +180,6 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     found = plan_of(job, source, model, optimizer_of(job, model), room, world, sequence)
     print("\n".join([*headline(job, source, data, sizes_of(model), sequence), found.told]))
     if start.path is not None:
-        print(f"it would go on from the newest checkpoint in {start.path}")
+        print(f"it would go on from {start.path}")
     print("a dry run: nothing was started" + ("" if found.fits else ", and this would not fit"))
     return 0 if found.fits else 1

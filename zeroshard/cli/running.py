@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 
@@ -88,11 +89,12 @@ def run_job(
     `before` is called between the two.
     """
     name_command(arguments.command)
-    ranks, nodes = check_run(job, out, arguments)
-    try:
-        check_trace(arguments.trace, _check_task(job, out))
-    except (CheckpointError, OSError) as error:
-        raise ValueError(error) from None
+    with redirect_stdout(sys.stderr) if arguments.json else nullcontext():  # libraries print when they are imported
+        ranks, nodes = check_run(job, out, arguments)
+        try:
+            check_trace(arguments.trace, _check_task(job, out))
+        except (CheckpointError, OSError) as error:
+            raise ValueError(error) from None
     if resolve_device(job.train.device) == "cpu" and (message := ensure_bf16_matmul()):
         print(f"{command_title()}: {message}", file=sys.stderr)  # the ranks inherit the variable that was set
     before()

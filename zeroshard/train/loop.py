@@ -190,7 +190,7 @@ def _begin(
         return
     stats = zeroshard.stats(model)
     start = RunStart(
-        name=job.name,
+        name=out.absolute().name,
         folder=str(out),
         step=done,
         of=job.train.steps,
@@ -201,7 +201,9 @@ def _begin(
         tokens_per_step=tokens_a_step,
     )
     settings = settings_of(start, asdict(job.train), job.shard)
-    add_loggers(audience, job.train.log, LoggedRun(name=job.name, folder=out.absolute(), step=done, settings=settings))
+    add_loggers(
+        audience, job.train.log, LoggedRun(name=start.name, folder=out.absolute(), step=done, settings=settings)
+    )
     audience.tell(start)
 
 

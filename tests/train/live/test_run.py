@@ -75,6 +75,7 @@ def test_the_lines_tell_the_run_from_its_start_to_its_results(told: Told) -> Non
     start, end = told.first[0], told.first[-1]
     assert (start["format"], start["step"], start["of"], start["stage"], start["ranks"]) == (1, 0, 8, 3, 1)
     assert start["tokens_per_step"] == 4 * 64
+    assert start["name"] == told.out.name
     steps = of(told.first, "step")
     assert [line["step"] for line in steps] == [1, 2, 4, 6, 8]
     assert steps[0]["loss"] > steps[-1]["loss"] == end["loss"]

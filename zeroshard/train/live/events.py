@@ -20,6 +20,7 @@ class RunStart:
 
     format: int = FORMAT
     name: str
+    """The name of the folder."""
     folder: str
     """Where the run writes."""
     step: int
