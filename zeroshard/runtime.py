@@ -292,6 +292,7 @@ class Runtime(NotCopyable):
             loss_scale=None if self.scaler is None else self.scaler.scale,
             stop_reason=self.faults.stop_reason,
             recomputed_blocks=0 if self.checkpoints is None else self.checkpoints.recomputed,
+            exposed_waits=self.fabric.waits.seconds(),
             recompute_reason=None if self._chooses is None else self._chooses.reason,
         )
 
@@ -377,6 +378,7 @@ class Runtime(NotCopyable):
         if self._chooses is not None:
             self._chooses.end_step()
         self._buffers.follow_rank_zero()
+        self.fabric.waits.read()
         volume = self.fabric.take_volume()
         self._traffic = StepTraffic(
             volume=volume.shards,

@@ -61,7 +61,7 @@ class LanguageTask:
     @property
     def identity(self) -> dict[str, Any]:
         """Return the fingerprint of the tokens: their order is the run's position."""
-        return {"content of data.files": self._data.digest[:16]}
+        return identity_of(self._data)
 
     def start(self, job: Job, origin: Origin | None, here: Rank) -> Job:
         """Ask the plan how to run the job here. Returns the job with its steps and its micro-batch."""
@@ -214,6 +214,11 @@ def read_data(job: Job, model: LanguageModel, out: Path | None) -> Dataset:
     cache = None if out is None else out / "cache"
     key = [*model.tokenizer_key, str(model.vocabulary)]
     return read_dataset(job.files, model.sequence(job.files.sequence), job.train.seed, encoder, cache, key)
+
+
+def identity_of(data: Dataset) -> dict[str, Any]:
+    """Return what runs have in common that train on the same tokens."""
+    return {"content of data.files": data.digest[:16]}
 
 
 def sequences_a_step(job: Job, sequence: int) -> int:
