@@ -220,7 +220,7 @@ def test_what_does_not_go_together_is_told_at_once() -> None:
         (TypeError, "must be a dict of options", "stage 3", {}),
         (ValueError, "chooses the device", {"device": "cpu"}, {}),
         (ValueError, 'precision="fp16" computes', {"precision": "fp16"}, {"mixed_precision": "bf16"}),
-        (ValueError, "block.compile", {}, {"dynamo_backend": "inductor"}),
+        (ValueError, 'backend "cudagraphs" does not go', {}, {"dynamo_backend": "cudagraphs"}),
     ):
         with pytest.raises(error, match=words), under_torchrun():
             accelerator(options, **more)  # type: ignore[arg-type]

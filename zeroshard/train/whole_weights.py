@@ -48,9 +48,7 @@ def save_whole(
     with Output(folder) as output:
         writer = _Writer(output, files, replaced, wholes, shard_bytes, stem)
         on_rank_zero(runtime.fabric, writer.begin)
-        for parameter, values in runtime.whole_parameters():
-            if id(parameter) not in names:
-                continue
+        for parameter, values in runtime.whole_parameters(names.keys()):
             if runtime.fabric.rank == 0:
                 values = values.cpu()
             on_rank_zero(runtime.fabric, partial(writer.write, names[id(parameter)], values))

@@ -20,6 +20,7 @@ from tests.ranks import on_ranks
 from tests.train.language.chats import VOCABULARY, make_model
 from zeroshard.config.finetune import FilesConfig, LanguageModelConfig
 from zeroshard.config.job import FinetuneConfig, Job
+from zeroshard.runtime import runtime_of
 from zeroshard.storage.format import CheckpointError
 from zeroshard.train.language.model import LanguageModel
 from zeroshard.train.language.packing import IGNORED, Excerpt, Sequences
@@ -176,7 +177,12 @@ def test_the_folder_that_is_written_has_the_logits_of_the_sharded_model(
         logits = model.eval()(input_ids=tokens).logits
     out: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(out)
+    runtime = runtime_of(model)
+    runtime.fabric.take_volume()
     save_language_model(Path(out[0]), model, llama, job, shard_bytes=40_000)
+    moved = sum(traffic.elements for traffic in runtime.fabric.take_volume().shards.values())
+    trained = sum(flat.layout.numel for flat in runtime.flats if flat.trainable)
+    assert moved == trained, "a frozen base is not gathered"
     save_language_model(Path(out[0]), model, llama, job, shard_bytes=40_000)  # an earlier result is replaced
     written = folder_of(Path(out[0]), job)
     if lora:
