@@ -25,7 +25,7 @@ from ..checkpoints import Origin
 from ..rank import Rank
 from ..record import Record
 from ..task import mean, parameter_groups, shown
-from .dataset import Dataset, read_dataset
+from .dataset import Dataset, read_dataset, remove_stored
 from .encoding import Encoder
 from .forecast import Forecast, forecast
 from .model import LanguageModel
@@ -67,6 +67,9 @@ class LanguageTask:
         """Ask the plan how to run the job here. Returns the job with its steps and its micro-batch."""
         self._job = settled_steps(job, self._data, self._sequence)
         start_process_group(here.device)
+        stored = _gathered(self._data.stored, here.world)
+        if here.rank == 0 and self._data.stored is not None:
+            remove_stored(self._data.stored.parent, stored)
         planned = self.build()
         local = local_ranks(here.world)
         sharing = device_ranks(here.device, local, lambda mine: _gathered(mine, here.world))
