@@ -207,6 +207,39 @@ def test_the_folder_that_is_written_has_the_logits_of_the_sharded_model(
         shutil.rmtree(out[0])
 
 
+@on_ranks(2)
+def test_the_folder_of_a_mixture_of_experts_has_the_tensors_of_the_folder_that_was_trained() -> None:
+    made: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(made)
+    folder, out = Path(made[0], "mixtral"), Path(made[0], "out")
+    if dist.get_rank() == 0:
+        make_model(folder, kind="mixtral", num_local_experts=3)
+    dist.barrier()
+    mixtral = source(folder)
+    job = Job(name="job", model=mixtral.config, data=FilesConfig(), train=FinetuneConfig(), shard={"precision": "fp32"})
+    whole = mixtral.build(0)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    model, optimizer = zeroshard.shard(whole, optimizer, stage=3, precision="fp32", weights=folder)
+    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens).logits
+    save_language_model(out, model, mixtral, job)
+    before, after = (load_file(file / "model.safetensors") for file in (folder, folder_of(out, job)))
+    assert after.keys() == before.keys()
+    assert sum(".block_sparse_moe.experts." in name for name in after) == 2 * 3 * 3
+    assert all(after[name].shape == before[name].shape and not after[name].equal(before[name]) for name in after)
+    import transformers
+
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder_of(out, job))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, logits, atol=1e-6, rtol=1e-5)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(made[0])
+
+
 def test_a_model_that_computes_another_loss_is_found_out(folder: Path) -> None:
     llama = source(folder)
     model = loaded(llama)

@@ -101,10 +101,8 @@ def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
     with open(file, "rb") as lines:
         for number, content in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), b""), start=1):
             if len(content) > LONGEST_LINE:
-                yield (
-                    f"{file}:{number}",
-                    f"is longer than {LONGEST_LINE >> 20} MiB; write one JSON object a line, and a long text as several",
-                )
+                remedy = "write one JSON object a line, and a long text as several"
+                yield f"{file}:{number}", f"is longer than {LONGEST_LINE >> 20} MiB; {remedy}"
                 return  # what follows is the rest of this line
             if content.strip():
                 yield f"{file}:{number}", _parsed(content)
