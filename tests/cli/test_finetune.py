@@ -301,6 +301,20 @@ def test_adapters_learn_and_peft_loads_them(runs: Runs, made: Made) -> None:
 
 
 @pytest.mark.slow
+def test_adapters_go_on_from_a_checkpoint_without_the_base(runs: Runs, made: Made) -> None:
+    shown, out = runs("adapters", "--ranks", "2", "--lora", "4", "--stage", "3", "--save-every", "4")
+    middle = out / "checkpoints" / "step-00000004"
+    base = (Path(made.model) / "model.safetensors").stat().st_size
+    assert sum(file.stat().st_size for file in middle.glob("*.safetensors")) < base / 2
+    again, folder = runs("adapters-again", "--ranks", "1", "--lora", "4", "--stage", "1", "--resume", str(middle))
+    assert "resumed after step 4/8" in again
+    assert losses(again)[-2:] == pytest.approx(losses(shown)[-2:], abs=2e-3)
+    mine, theirs = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (folder, out))
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.slow
 def test_texts_prompts_and_parquet_are_trained_on_too(made: Made, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
