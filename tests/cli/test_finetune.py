@@ -90,7 +90,11 @@ def test_a_job_on_one_rank_plans_learns_and_ends_with_a_folder_that_transformers
 
     file = tmp_path / "finetune.toml"
     file.write_text(CONFIGURATION.format(model=made.model, data=made.chats))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokens-0123456789abcdef.safetensors").write_text("of earlier data")
     train(load_job(str(file)), tmp_path)
+    (stored,) = (tmp_path / "cache").iterdir()
+    assert stored.stat().st_size > 1000
     shown = capfd.readouterr().out
     order = ["llama: 0.04M parameters", "plan: stage", "micro-batch: 5 × 32 tokens", "held-out loss", "before training"]
     order += ["step 1/6", "step 6/6", "a sample after training", "per rank", "import transformers", "from_pretrained("]

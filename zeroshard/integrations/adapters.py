@@ -36,16 +36,16 @@ def _chosen_by_peft(model: Any) -> frozenset[str] | None:
         return None
     from peft import get_peft_model_state_dict
 
-    stand_ins = {
+    blanks = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
-    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    names = {id(blank): name for name, blank in blanks.items()}
     found: set[str] = set()
     for adapter in settings:
         with warnings.catch_warnings(action="ignore"):  # the save itself warns
-            chosen = get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter).values()
+            chosen = get_peft_model_state_dict(model, state_dict=dict(blanks), adapter_name=adapter).values()
         if any(value.is_meta and id(value) not in names for value in chosen):
             return None
         found.update(names[id(value)] for value in chosen if value.is_meta)

@@ -265,14 +265,14 @@ def _take_settings(optimizer: ShardedOptimizer, shared: dict[str, Any]) -> None:
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _verify(reader: CheckpointReader, wanted: _Wanted, absent: Container[str]) -> None:
+def _verify(reader: CheckpointReader, wanted: _Wanted, left_out: Container[str]) -> None:
     """Reads all chunks that ``_fill`` is going to read, before anything is written to the model.
 
     Every checksum must be right, and training must be able to go on from the elements. ``_fill`` reads the chunks once
     more. That costs less than memory for two models.
     """
     for name, kind, region in _ranges(reader.index, wanted.runtime, wanted.optimizer):
-        if name in absent:
+        if name in left_out:
             continue
         demand = demand_on(kind, wanted.optimizer, allow_nonfinite=wanted.allow_nonfinite)
         reader.verify(name, kind, region, demand.flaw_of)
@@ -307,9 +307,9 @@ def _stored(index: Index, flat: Flat, kind: str, piece: Piece) -> tuple[str, str
 
 
 def _fill(
-    reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimizer | None, absent: Container[str]
+    reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimizer | None, left_out: Container[str]
 ) -> dict[Flat, Tensor]:
-    """Reads all tensors that this rank needs, but the absent ones. Nothing is communicated: ranks may fail one by one.
+    """Reads all tensors that this rank needs but those left out. Nothing is communicated: ranks may fail one by one.
 
     Returns the older parameters that the next step runs on, of flats whose update waits to be published.
     """
@@ -317,7 +317,7 @@ def _fill(
     if optimizer is not None:
         optimizer.piece_states.forget()
     for flat in _flats(runtime):
-        _fill_values(reader, flat, absent)
+        _fill_values(reader, flat, left_out)
         if optimizer is not None and flat.trainable:
             _fill_states(reader, flat, optimizer)
             if flat.home.delays and _has_older(reader.index, flat):
@@ -339,9 +339,9 @@ def _write(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values)
 
 
-def _fill_values(reader: CheckpointReader, flat: Flat, absent: Container[str]) -> None:
+def _fill_values(reader: CheckpointReader, flat: Flat, left_out: Container[str]) -> None:
     if not flat.trainable:
-        _read_range(reader, flat, VALUE, flat.at_rest, flat.parameters_at_rest, absent)
+        _read_range(reader, flat, VALUE, flat.at_rest, flat.parameters_at_rest, left_out)
         return
     values = flat.home.loading()
     _read_range(reader, flat, VALUE, flat.own, values)
@@ -362,11 +362,11 @@ def _fill_states(reader: CheckpointReader, flat: Flat, optimizer: ShardedOptimiz
 
 
 def _read_range(
-    reader: CheckpointReader, flat: Flat, kind: str, part: Range, target: Tensor, absent: Container[str] = ()
+    reader: CheckpointReader, flat: Flat, kind: str, part: Range, target: Tensor, left_out: Container[str] = ()
 ) -> None:
     for piece in flat.layout.pieces(part):
         name, stored = _stored(reader.index, flat, kind, piece)
-        if name in absent:
+        if name in left_out:
             continue
         reader.read(name, stored, region_of(flat, piece), target[piece.offset : piece.offset + piece.numel])
 
