@@ -93,7 +93,11 @@ def test_a_job_on_one_rank_plans_learns_and_ends_with_a_folder_that_transformers
 
     file = tmp_path / "finetune.toml"
     file.write_text(CONFIGURATION.format(model=made.model, data=made.chats))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokens-0123456789abcdef.safetensors").write_text("of earlier data")
     train(load_job(str(file)), tmp_path)
+    (stored,) = (tmp_path / "cache").iterdir()
+    assert stored.stat().st_size > 1000
     shown = capfd.readouterr().out
     order = ["llama: 0.04M parameters", "plan: stage", "micro-batch: 5 × 32 tokens", "held-out loss", "before training"]
     order += ["step 1/6", "step 6/6", "a sample after training", "per rank", "import transformers", "from_pretrained("]
@@ -356,6 +360,20 @@ def test_adapters_learn_and_peft_loads_them(runs: Runs, made: Made) -> None:
     weights = {name: value for name, value in model.named_parameters() if ".lora_B." in name}
     assert len(weights) == 14
     assert all(value.abs().sum() > 0 for value in weights.values())
+
+
+@pytest.mark.slow
+def test_adapters_go_on_from_a_checkpoint_without_the_base(runs: Runs, made: Made) -> None:
+    shown, out = runs("adapters", "--ranks", "2", "--lora", "4", "--stage", "3", "--save-every", "4")
+    middle = out / "checkpoints" / "step-00000004"
+    base = (Path(made.model) / "model.safetensors").stat().st_size
+    assert sum(file.stat().st_size for file in middle.glob("*.safetensors")) < base / 2
+    again, folder = runs("adapters-again", "--ranks", "1", "--lora", "4", "--stage", "1", "--resume", str(middle))
+    assert "resumed after step 4/8" in again
+    assert losses(again)[-2:] == pytest.approx(losses(shown)[-2:], abs=2e-3)
+    mine, theirs = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (folder, out))
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, atol=2e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.slow

@@ -214,9 +214,7 @@ def _begin(
     audience.tell(start)
 
 
-def _evaluate(
-    task: Task, model: nn.Module, step: int, record: Record, recorder: Recorder, audience: Audience
-) -> None:
+def _evaluate(task: Task, model: nn.Module, step: int, record: Record, recorder: Recorder, audience: Audience) -> None:
     waits = runtime_of(model).fabric.waits
     before = waits.seconds()
     loss = task.evaluate(model)
