@@ -1,34 +1,25 @@
-// Moments in 8 bits: how one group of elements is read, rounded and written.
+// Moments in 8 bits: how the elements of a tile are read and written.
 #pragma once
 
-#include "rounding.h"
+#include "arrays.h"
 
 namespace {
 
-// The arrays of a segment, from some element on.
-struct Arrays {
-  const void* gradient;
-  void* master;
-  void* parameter;
-  void* moments[2];
-  uint8_t* scales[2];
-};
-
-// The number of elements that a loop handles before it writes their moments: one vector, or a tile of codes.
-template <Kind kind>
-constexpr int64_t GROUP = is_code(kind) ? int64_t(TILE) : int64_t(LANES);
+// The vectors of a tile. A quad is four of them, whose codes fill one vector.
+constexpr int VECTORS = TILE / LANES, QUADS = VECTORS / 4;
 
 // The lower bits of an fp32 number that a moment does not keep.
 template <Kind kind>
 constexpr int LOST = is_code(kind) ? 20 : kind == BF16 ? 16 : 0;
 
-// Rounds stochastically: up with a probability equal to the part that is lost. Uses the lower half of the random bits.
-// The result has no meaning in its lost bits.
+// Rounds stochastically: up with a probability equal to the part that is lost. Both moments of an element get the same
+// random bits. The first uses the lower of them, the second the upper. The result has no meaning in its lost bits.
 template <Kind kind>
 inline Words rounded(Floats x, Words random) {
   if constexpr (LOST<kind> == 0) return bits(x);
-  if constexpr (LOST<kind> == 16) return bits(x) + (random & 0xFFFFu);
-  return bits(x) + ((random << 4 & 0xFFFF0u) | 8u);
+  if constexpr (kind == BF16) return bits(x) + (random & 0xFFFFu);
+  if constexpr (kind == SIGNED_CODES) return bits(x) + (random & 0xFFFFFu);
+  return bits(x) + (random >> 12);
 }
 
 // The same for any x. From the largest finite value of the kind on, the lower bits are cut off instead: a finite value
@@ -39,29 +30,8 @@ inline Words rounded_or_cut(Floats x, Words random) {
   return (bits(x) & 0x7FFFFFFFu) < most ? rounded<kind>(x, random) : bits(x);
 }
 
-// One moment of the elements of a group.
-template <Kind kind>
-class Moment {
- public:
-  Moment(const Arrays& arrays, int number, int64_t) : array_(arrays.moments[number]) {}
-
-  Floats read(int64_t index) const { return load_as_floats<kind>(array_, index); }
-
-  // `rounded` is what the function above returned.
-  void write(int64_t index, Words rounded) const {
-    if constexpr (kind == BF16) {
-      narrow_high((uint16_t*)array_ + index, rounded);
-    } else {
-      store((float*)array_ + index, rounded);
-    }
-  }
-
-  void finish() const {}
-
- private:
-  void* array_;
-};
-
+// One moment of the elements of a tile.
+//
 // A code is a minifloat with 3 bits of mantissa: the upper bits of the fp32 number, minus the base of its tile. So a
 // code becomes a number by an addition and a shift. The tile's scale is the largest exponent in it, one byte.
 //
@@ -70,80 +40,101 @@ class Moment {
 //                   that became 0 would make the update infinite, and one that is too large only makes it small.
 //
 // All numbers are bf16 numbers too. Signed code 0 is the number 0.
+//
+// Codes are computed from the upper halves of fp32 numbers, two in each lane, so that one instruction handles twice as
+// many elements. The four codes in a lane are those of a quad's vectors 0 to 3.
 template <Kind kind>
-class Codes {
+class Tile {
  public:
-  Codes(const Arrays& arrays, int number, int64_t begin)
-      : codes_((uint8_t*)arrays.moments[number] + begin),
-        scale_(arrays.scales[number] + begin / TILE),
-        begin_(begin),
-        base_(base(Words{} + *scale_)) {}
+  Tile(const Arrays& arrays, int number, int64_t begin)
+      : codes_((uint8_t*)arrays.moments[number] + begin), scale_(arrays.scales[number] + begin / TILE) {}
 
-  Floats read(int64_t index) const {
-    const Words code = widen_bytes(codes_ + (index - begin_));
-    if constexpr (kind == POSITIVE_CODES) return floats((code + base_) << LOST<kind>);
-    const Words magnitude = code & LARGEST, number = (magnitude + base_) << LOST<kind>;
-    return floats((magnitude != 0 ? number : magnitude) | (code << 24 & SIGN));
+  void read(int quad, Floats (&numbers)[4]) const {
+    const Pairs codes = (Pairs)load_columns(codes_ + quad * 4 * LANES), base = pairs(base_of(*scale_) << 4);
+    Pairs even, odd;  // of vectors 0 and 2, of vectors 1 and 3
+    if constexpr (kind == SIGNED_CODES) {
+      even = (codes & 0x7F) << 4, odd = (codes & 0x7F00) >> 4;
+      even = (even != 0 ? even + base : even) | (codes << 8 & 0x8000);
+      odd = (odd != 0 ? odd + base : odd) | (codes & 0x8000);
+    } else {
+      even = ((codes & 0xFF) << 4) + base, odd = (codes >> 8 << 4) + base;
+    }
+    numbers[0] = floats((Words)even << 16), numbers[2] = floats((Words)even & UPPER);
+    numbers[1] = floats((Words)odd << 16), numbers[3] = floats((Words)odd & UPPER);
   }
 
-  void write(int64_t index, Words rounded) {
-    rounded_[(index - begin_) / LANES] = rounded;
-    const Words magnitude = kind == SIGNED_CODES ? rounded & ~SIGN : rounded;
-    largest_ = magnitude > largest_ ? magnitude : largest_;
+  // `rounded` is what the function above returned. Quads are written in order.
+  void write(int quad, const Words (&rounded)[4]) {
+    const int first = 2 * quad, second = 2 * quad + 1;
+    upper_[first] = upper_halves(rounded[0], rounded[2]);
+    upper_[second] = upper_halves(rounded[1], rounded[3]);
+    const Pairs largest = larger(magnitude(upper_[first]), magnitude(upper_[second]));
+    largest_ = quad == 0 ? largest : larger(largest_, largest);
+    if constexpr (kind == SIGNED_CODES) {
+      for (int vector = 0; vector < 4; ++vector) rounded_[4 * quad + vector] = rounded[vector];
+    }
   }
 
-  // Finds the scale, and writes the codes.
-  void finish() {
-    const Words scale = largest_lane(largest_) >> 23;
-    base_ = base(scale);
-    *scale_ = uint8_t(scale[0]);
-    const Floats smallest = floats((base_ + 1) << LOST<kind>) * 0x1p-16f;
-    for (int vector = 0; vector < TILE / LANES; vector += 4) {
-      Integers codes[4];
-#pragma GCC unroll 4
-      for (int number = 0; number < 4; ++number) codes[number] = code_of(rounded_[vector + number], smallest);
-      narrow_bytes(codes_ + vector * LANES, codes);
+  // The largest magnitudes.
+  Pairs largest() const { return largest_; }
+
+  // The scale for a magnitude that is the largest of all. 255 if there is inf or NaN.
+  static uint32_t scale_of(uint32_t largest) { return largest >> (PLACE + 3); }
+
+  // Writes the scale and the codes.
+  void finish(uint32_t scale) {
+    const uint32_t base = base_of(scale);
+    *scale_ = uint8_t(scale);
+    for (int quad = 0; quad < QUADS; ++quad) {
+      const Pairs even = upper_[2 * quad], odd = upper_[2 * quad + 1];
+      const Pairs even_code = minus_or_zero(magnitude(even), pairs(base << PLACE));
+      const Pairs odd_code = minus_or_zero(magnitude(odd), pairs(base << PLACE));
+      Pairs codes;
+      if constexpr (kind == SIGNED_CODES) {
+        const Pairs signs = even >> 8 | (odd & 0xFF00);
+        codes = even_code >> PLACE | (odd_code << (8 - PLACE) & 0x7F00) | (signs & 0x8080);
+        if (__builtin_expect(any(even_code < UNIT | odd_code < UNIT), false)) codes |= small_codes(quad, base);
+      } else {
+        codes = even_code >> PLACE | (odd_code << (8 - PLACE) & 0xFF00);
+      }
+      store_columns(codes_ + quad * 4 * LANES, (Words)codes);
     }
   }
 
  private:
-  static constexpr uint32_t LARGEST = kind == SIGNED_CODES ? 0x7F : 0xFF;
-  static constexpr uint32_t SIGN = 0x80000000u;
+  static constexpr uint32_t LARGEST = kind == SIGNED_CODES ? 0x7F : 0xFF, UPPER = 0xFFFF0000u;
+  static constexpr int PLACE = kind == SIGNED_CODES ? 5 : 4;  // of a code's lowest bit in a magnitude
+  static constexpr uint16_t UNIT = 1 << PLACE;
+
+  static Pairs pairs(uint32_t x) { return Pairs{} + uint16_t(x); }
+
+  // Without the sign, which is shifted out.
+  static Pairs magnitude(Pairs upper) { return kind == SIGNED_CODES ? upper + upper : upper; }
 
   // What is subtracted from the upper bits of a number. The largest element of a tile gets a code near LARGEST.
-  static Words base(Words scale) {
-    const Words octaves = Words{} + (LARGEST >> 3);
+  static uint32_t base_of(uint32_t scale) {
+    constexpr uint32_t octaves = LARGEST >> 3;
     return ((scale > octaves ? scale : octaves) - octaves) << 3;
   }
 
-  // Below 0: the smallest code. `smallest` is the number of code 1, divided by 2^16.
-  Integers code_of(Words rounded, Floats smallest) const {
-    if constexpr (kind == POSITIVE_CODES) return (Integers)((rounded >> LOST<kind>)-base_);
-    const Words magnitude = rounded & ~SIGN & (~0u << LOST<kind>), floor = base_ << LOST<kind>, large = magnitude > floor;
-    Words code = (magnitude - floor) >> LOST<kind>;
-    if (__builtin_expect(!all(large), false)) {
+  // Signed codes of numbers that are smaller than the number of code 1: without a sign 1 or 0. For others 0.
+  Pairs small_codes(int quad, uint32_t base) const {
+    const Floats step = floats((Words{} + (base + 1)) << LOST<kind>) * 0x1p-16f;
+    const Words floor = (Words{} + base) << LOST<kind>;
+    Words codes{};
+    for (int vector = 0; vector < 4; ++vector) {
+      const Words rounded = rounded_[4 * quad + vector], number = rounded & 0x7FFFFFFFu & (~0u << LOST<kind>);
       // The lowest bits are random. They do not tell whether the number was rounded up: higher ones do.
-      const Floats chance = __builtin_convertvector((Integers)(rounded & 0xFFFFu), Floats) * smallest;
-      code = large ? code : (Words)(floats(magnitude) > chance) & 1u;
+      const Floats chance = __builtin_convertvector((Integers)(rounded & 0xFFFFu), Floats) * step;
+      const Words one = (Words)(number <= floor) & (Words)(floats(number) > chance) & 1u;
+      codes |= one << 8 * vector;
     }
-    return (Integers)(code | (rounded >> 24 & 0x80u));
+    return (Pairs)codes;
   }
 
   uint8_t *codes_, *scale_;
-  int64_t begin_;
-  Words base_;
-  Words rounded_[TILE / LANES];
-  Words largest_{};
-};
-
-template <>
-class Moment<SIGNED_CODES> : public Codes<SIGNED_CODES> {
-  using Codes::Codes;
-};
-
-template <>
-class Moment<POSITIVE_CODES> : public Codes<POSITIVE_CODES> {
-  using Codes::Codes;
+  Pairs upper_[2 * QUADS], largest_;
+  Words rounded_[kind == SIGNED_CODES ? VECTORS : 1];
 };
 
 }  // namespace

@@ -16,6 +16,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint16_t Pairs __attribute__((vector_size(4 * LANES)));  // two 16-bit numbers in each lane
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 template <class Vector>
@@ -42,10 +43,20 @@ inline __m512i word_numbers(int first, int step) {  // numbers of 16-bit words i
   const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   return _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_set1_epi32(step)), _mm512_set1_epi32(first));
 }
+
+inline __m512i transposed(__m512i bytes) {  // every 16 bytes as a matrix of four rows
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(order));
+}
 #elif LANES == 8
 inline __m256i byte_numbers(int first) {  // bytes `first` and `first` + 1 of every word, four words at a time
   const __m128i numbers = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13);
   return _mm256_broadcastsi128_si256(_mm_add_epi8(numbers, _mm_set1_epi8(char(first))));
+}
+
+inline __m256i transposed(__m256i bytes) {  // every 16 bytes as a matrix of four rows
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order));
 }
 #endif
 
@@ -96,50 +107,88 @@ inline void narrow_high(uint16_t* to, Words x) {  // from the upper halves
 #endif
 }
 
-inline Words widen_bytes(const uint8_t* from) {
+// Bytes of four vectors' elements, as the four bytes of every word: the lowest byte of word 0 belongs to the first
+// element of the first vector, the next byte to the first element of the second vector.
+inline Words load_columns(const uint8_t* from) {
 #if LANES == 16
-  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+  const __m512i rows = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return (Words)transposed(_mm512_permutexvar_epi32(rows, _mm512_loadu_si512(from)));
 #elif LANES == 8
-  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+  const __m256i rows = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+  return (Words)transposed(_mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i*)from), rows));
 #else
-  return __builtin_convertvector(load<Bytes>(from), Words);
+  Words columns{};
+  for (int row = 0; row < 4; ++row) {
+    columns |= __builtin_convertvector(load<Bytes>(from + row * LANES), Words) << 8 * row;
+  }
+  return columns;
 #endif
 }
 
-inline void narrow_bytes(uint8_t* to, const Integers (&x)[4]) {  // four vectors of at most 255; below 0 becomes 0
+inline void store_columns(uint8_t* to, Words columns) {
 #if LANES == 16
-  const __m512i low = _mm512_packus_epi32((__m512i)x[0], (__m512i)x[1]);
-  const __m512i high = _mm512_packus_epi32((__m512i)x[2], (__m512i)x[3]);
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
+  const __m512i rows = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(rows, transposed((__m512i)columns)));
 #elif LANES == 8
-  const __m256i low = _mm256_packus_epi32((__m256i)x[0], (__m256i)x[1]);
-  const __m256i high = _mm256_packus_epi32((__m256i)x[2], (__m256i)x[3]);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order));
+  const __m256i rows = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(transposed((__m256i)columns), rows));
 #else
-  for (int number = 0; number < 4; ++number) {
-    store(to + number * LANES, __builtin_convertvector(x[number] > 0 ? x[number] : Integers{}, Bytes));
+  for (int row = 0; row < 4; ++row) {
+    store(to + row * LANES, __builtin_convertvector(columns >> 8 * row & 0xFFu, Bytes));
   }
 #endif
 }
 
-inline Words largest_lane(Words x) {  // in every lane
-#if LANES == 16
-  __m512i y = (__m512i)x;
-  y = _mm512_max_epu32(y, _mm512_shuffle_i64x2(y, y, 0x4E));
-  y = _mm512_max_epu32(y, _mm512_shuffle_i64x2(y, y, 0xB1));
-  y = _mm512_max_epu32(y, _mm512_shuffle_epi32(y, _MM_PERM_BADC));
-  return (Words)_mm512_max_epu32(y, _mm512_shuffle_epi32(y, _MM_PERM_CDAB));
-#elif LANES == 8
-  __m256i y = (__m256i)x;
-  y = _mm256_max_epu32(y, _mm256_permute2x128_si256(y, y, 1));
-  y = _mm256_max_epu32(y, _mm256_shuffle_epi32(y, 0x4E));
-  return (Words)_mm256_max_epu32(y, _mm256_shuffle_epi32(y, 0xB1));
+// The upper halves of two vectors' words: the lower half of word 0 is from `low`, the upper half from `high`.
+inline Pairs upper_halves(Words low, Words high) {
+#if LANES == 8
+  return (Pairs)_mm256_blend_epi16((__m256i)(low >> 16), (__m256i)high, 0xAA);
 #else
-  uint32_t largest = 0;
-  for (int lane = 0; lane < LANES; ++lane) largest = x[lane] > largest ? x[lane] : largest;
-  return Words{} + largest;
+  return (Pairs)(low >> 16 | (high & 0xFFFF0000u));
+#endif
+}
+
+inline Pairs larger(Pairs x, Pairs y) {
+#if LANES == 16
+  return (Pairs)_mm512_max_epu16((__m512i)x, (__m512i)y);
+#elif LANES == 8
+  return (Pairs)_mm256_max_epu16((__m256i)x, (__m256i)y);
+#else
+  return x > y ? x : y;
+#endif
+}
+
+inline Pairs minus_or_zero(Pairs x, Pairs y) {  // x - y, and 0 where y is larger
+#if LANES == 16
+  return (Pairs)_mm512_subs_epu16((__m512i)x, (__m512i)y);
+#elif LANES == 8
+  return (Pairs)_mm256_subs_epu16((__m256i)x, (__m256i)y);
+#else
+  return larger(x, y) - y;
+#endif
+}
+
+// The largest number of `x` in the lower half, and that of `y` in the upper half.
+inline uint32_t largest_of_each(Pairs x, Pairs y) {
+#if LANES == 16
+  const __m512i even = _mm512_unpacklo_epi16((__m512i)x, (__m512i)y), odd = _mm512_unpackhi_epi16((__m512i)x, (__m512i)y);
+  const __m512i all = _mm512_max_epu16(even, odd);
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+#elif LANES == 8
+  const __m256i even = _mm256_unpacklo_epi16((__m256i)x, (__m256i)y), odd = _mm256_unpackhi_epi16((__m256i)x, (__m256i)y);
+  const __m256i half = _mm256_max_epu16(even, odd);
+#endif
+#if LANES >= 8
+  __m128i four = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  four = _mm_max_epu16(four, _mm_shuffle_epi32(four, 0x4E));
+  return uint32_t(_mm_cvtsi128_si32(_mm_max_epu16(four, _mm_shuffle_epi32(four, 0xB1))));
+#else
+  uint16_t largest[2] = {};
+  for (int lane = 0; lane < 2 * LANES; ++lane) {
+    largest[0] = x[lane] > largest[0] ? x[lane] : largest[0];
+    largest[1] = y[lane] > largest[1] ? y[lane] : largest[1];
+  }
+  return largest[0] | uint32_t(largest[1]) << 16;
 #endif
 }
 
@@ -213,14 +262,28 @@ inline bool has_nan(Floats x) {
 #endif
 }
 
-inline bool all(Words x) {
+inline bool any(Pairs x) {  // whether a bit is set
 #if LANES == 16
-  return _mm512_movepi32_mask((__m512i)x) == 0xFFFF;
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
 #elif LANES == 8
-  return _mm256_movemask_ps((__m256)x) == 0xFF;
+  return !_mm256_testz_si256((__m256i)x, (__m256i)x);
 #else
-  (void)x;
-  return false;
+  uint64_t halves[2];
+  __builtin_memcpy(halves, &x, sizeof halves);
+  return (halves[0] | halves[1]) != 0;
+#endif
+}
+
+template <int count>
+inline bool any_nan(const Floats (&x)[count]) {
+#if LANES == 16
+  static_assert(count == 4, "the vectors of a tile");
+  const __mmask16 low = _mm512_cmp_ps_mask((__m512)x[0], (__m512)x[1], _CMP_UNORD_Q);
+  return (low | _mm512_cmp_ps_mask((__m512)x[2], (__m512)x[3], _CMP_UNORD_Q)) != 0;
+#else
+  Integers found{};
+  for (int number = 0; number < count; number += 2) found |= (x[number] != x[number]) | (x[number + 1] != x[number + 1]);
+  return any((Pairs)found);
 #endif
 }
 

@@ -1,0 +1,118 @@
+// The update with moments in 8 bits, a tile at a time.
+//
+// A tile is computed as if it had no inf and no NaN, which costs less. Nothing is written before the results show that
+// this was right. Otherwise the tile is computed again, carefully.
+#pragma once
+
+#include "codes.h"
+
+namespace {
+
+// Whether the results of a tile have inf or NaN among the moments or NaN among the masters.
+inline bool is_special(const Floats (&masters)[VECTORS], uint32_t first_scale, uint32_t second_scale) {
+  return __builtin_expect(any_nan(masters) | (first_scale == 255) | (second_scale == 255), false);
+}
+
+template <Kind kind, bool careful>
+inline Words rounded_in_tile(Floats x, Words random) {
+  if constexpr (careful) return rounded_or_cut<kind>(canonical(x), random);
+  return rounded<kind>(x, random);
+}
+
+template <class Format, bool careful>
+inline void store_masters(const Arrays& arrays, int64_t begin, const Floats (&masters)[VECTORS]) {
+  for (int vector = 0; vector < VECTORS; ++vector) {
+    store_master<Format>(arrays, begin + vector * LANES, careful ? canonical(masters[vector]) : masters[vector]);
+  }
+}
+
+// torch.optim.Adam and AdamW. The moments have errors of some percent, so that the order of operations is the cheapest
+// one: there is one division, and beta1 has no special cases. False if nothing was written, because the tile is special.
+template <class Format, bool careful>
+inline bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, int64_t begin) {
+  // m / (1 - beta1^t) / (sqrt(v) / correction + epsilon) = m * correction / (1 - beta1^t) / (sqrt(v) + epsilon * correction)
+  const float step_size = rule.step_size * rule.correction, epsilon = rule.epsilon * rule.correction;
+  const float first_retention = 1.0f - rule.first_weight;
+  const TileDice dice(pass.dice, pass.offset + begin);
+  Tile<SIGNED_CODES> firsts(arrays, 0, begin);
+  Tile<POSITIVE_CODES> seconds(arrays, 1, begin);
+  Floats masters[VECTORS];
+  for (int quad = 0; quad < QUADS; ++quad) {
+    Floats first[4], second[4];
+    Words rounded_first[4], rounded_second[4];
+    firsts.read(quad, first);
+    seconds.read(quad, second);
+    for (int number = 0; number < 4; ++number) {
+      const int vector = 4 * quad + number;
+      const int64_t index = begin + vector * LANES;
+      Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * pass.factor;
+      const Floats master = load_master<Format>(arrays, index) * rule.shrink;
+      if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
+      first[number] = first[number] * first_retention + gradient * rule.first_weight;
+      second[number] = second[number] * rule.retention + rule.second_weight * gradient * gradient;
+      masters[vector] = master + step_size * first[number] / (square_root(second[number]) + epsilon);
+      const Words random = dice.roll(vector);
+      rounded_first[number] = rounded_in_tile<SIGNED_CODES, careful>(first[number], random);
+      rounded_second[number] = rounded_in_tile<POSITIVE_CODES, careful>(second[number], random);
+    }
+    firsts.write(quad, rounded_first);
+    seconds.write(quad, rounded_second);
+  }
+  const uint32_t largest = largest_of_each(firsts.largest(), seconds.largest());
+  const uint32_t first_scale = firsts.scale_of(largest & 0xFFFF), second_scale = seconds.scale_of(largest >> 16);
+  if (!careful && is_special(masters, first_scale, second_scale)) return false;
+  store_masters<Format, careful>(arrays, begin, masters);
+  firsts.finish(first_scale);
+  seconds.finish(second_scale);
+  return true;
+}
+
+// torch.optim.SGD with momentum.
+template <class Format, bool careful>
+inline bool sgd_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, int64_t begin) {
+  const TileDice dice(pass.dice, pass.offset + begin);
+  Tile<SIGNED_CODES> momenta(arrays, 0, begin);
+  Floats masters[VECTORS];
+  for (int quad = 0; quad < QUADS; ++quad) {
+    Floats momentum[4];
+    Words rounded_momentum[4];
+    momenta.read(quad, momentum);
+    for (int number = 0; number < 4; ++number) {
+      const int vector = 4 * quad + number;
+      const int64_t index = begin + vector * LANES;
+      Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * pass.factor;
+      const Floats master = load_master<Format>(arrays, index);
+      if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
+      Floats buffer = gradient;
+      if (!(rule.flags & FIRST)) buffer = momentum[number] * rule.retention + rule.first_weight * gradient;
+      gradient = rule.flags & NESTEROV ? gradient + rule.retention * buffer : buffer;
+      masters[vector] = master + rule.step_size * gradient;
+      rounded_momentum[number] = rounded_in_tile<SIGNED_CODES, careful>(buffer, dice.roll(vector));
+    }
+    momenta.write(quad, rounded_momentum);
+  }
+  const uint32_t scale = momenta.scale_of(largest_of_each(momenta.largest(), Pairs{}));
+  if (!careful && is_special(masters, scale, 0)) return false;
+  store_masters<Format, careful>(arrays, begin, masters);
+  momenta.finish(scale);
+  return true;
+}
+
+// `count` is a multiple of a tile.
+template <class Format>
+void adam_in_tiles(const Arrays arrays, const Pass& pass, int64_t count) {
+  const Rule rule = pass.rule;
+  for (int64_t begin = 0; begin < count; begin += TILE) {
+    if (!adam_tile<Format, false>(arrays, pass, rule, begin)) adam_tile<Format, true>(arrays, pass, rule, begin);
+  }
+}
+
+template <class Format>
+void sgd_in_tiles(const Arrays arrays, const Pass& pass, int64_t count) {
+  const Rule rule = pass.rule;
+  for (int64_t begin = 0; begin < count; begin += TILE) {
+    if (!sgd_tile<Format, false>(arrays, pass, rule, begin)) sgd_tile<Format, true>(arrays, pass, rule, begin);
+  }
+}
+
+}  // namespace
