@@ -51,4 +51,60 @@ inline void store_master(const Arrays& arrays, int64_t index, Floats x) {
   if constexpr (Format::parameter == FP16) to_fp16(parameter, x);
 }
 
+// The same for two vectors of a tile (lanes.h says in which order).
+#if LANES == 4
+template <Kind kind>
+inline Couple load_couple(const void* array, int64_t index) {
+  return {bits(load_as_floats<kind>(array, index)), bits(load_as_floats<kind>(array, index + LANES))};
+}
+
+template <class Format>
+inline Couple load_master_couple(const Arrays& arrays, int64_t index) {
+  return {bits(load_master<Format>(arrays, index)), bits(load_master<Format>(arrays, index + LANES))};
+}
+
+template <class Format>
+inline void store_master_couple(const Arrays& arrays, int64_t index, Couple x) {
+  store_master<Format>(arrays, index, floats(x.first));
+  store_master<Format>(arrays, index + LANES, floats(x.second));
+}
+#else
+template <Kind kind>
+inline Couple load_couple(const void* array, int64_t index) {
+  if constexpr (kind == BF16) return interleaved(Pairs{}, load<Pairs>((const uint16_t*)array + index));
+  return coupled(bits(load_as_floats<kind>(array, index)), bits(load_as_floats<kind>(array, index + LANES)));
+}
+
+template <class Format>
+inline Couple load_master_couple(const Arrays& arrays, int64_t index) {
+  if constexpr (Format::master == REMAINDER) {
+    const Pairs low = load<Pairs>((const uint16_t*)arrays.master + index);
+    return interleaved(low, load<Pairs>((const uint16_t*)arrays.parameter + index) - (low >> 15));
+  } else {
+    return load_couple<FP32>(arrays.master, index);
+  }
+}
+
+template <class Format>
+inline void store_master_couple(const Arrays& arrays, int64_t index, Couple x) {
+  uint16_t* parameter = (uint16_t*)arrays.parameter + index;
+  if constexpr (Format::master == REMAINDER) {
+    const Separated halves = separated(x);
+    store((uint16_t*)arrays.master + index, halves.low);
+    store(parameter, halves.high + (halves.low >> 15));  // nearest()
+  } else {
+    const Couple masters = natural(x);
+    store((float*)arrays.master + index, masters.first);
+    store((float*)arrays.master + index + LANES, masters.second);
+    if constexpr (Format::parameter == BF16) {
+      store(parameter, separated({nearest(floats(x.first)), nearest(floats(x.second))}).high);
+    }
+    if constexpr (Format::parameter == FP16) {
+      to_fp16(parameter, floats(masters.first));
+      to_fp16(parameter + LANES, floats(masters.second));
+    }
+  }
+}
+#endif
+
 }  // namespace

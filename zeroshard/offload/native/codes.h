@@ -50,14 +50,14 @@ class Tile {
       : codes_((uint8_t*)arrays.moments[number] + begin), scale_(arrays.scales[number] + begin / TILE) {}
 
   void read(int quad, Floats (&numbers)[4]) const {
-    const Pairs codes = (Pairs)load_columns(codes_ + quad * 4 * LANES), base = pairs(base_of(*scale_) << 4);
+    const Pairs codes = load_columns(codes_ + quad * 4 * LANES), base = pairs(base_of(*scale_) << 4);
     Pairs even, odd;  // of vectors 0 and 2, of vectors 1 and 3
     if constexpr (kind == SIGNED_CODES) {
-      even = (codes & 0x7F) << 4, odd = (codes & 0x7F00) >> 4;
+      even = codes << 4 & 0x7F0, odd = codes >> 4 & 0x7F0;
       even = (even != 0 ? even + base : even) | (codes << 8 & 0x8000);
       odd = (odd != 0 ? odd + base : odd) | (codes & 0x8000);
     } else {
-      even = ((codes & 0xFF) << 4) + base, odd = (codes >> 8 << 4) + base;
+      even = (codes << 4 & 0xFF0) + base, odd = (codes >> 4 & 0xFF0) + base;
     }
     numbers[0] = floats((Words)even << 16), numbers[2] = floats((Words)even & UPPER);
     numbers[1] = floats((Words)odd << 16), numbers[3] = floats((Words)odd & UPPER);
@@ -93,11 +93,11 @@ class Tile {
       if constexpr (kind == SIGNED_CODES) {
         const Pairs signs = even >> 8 | (odd & 0xFF00);
         codes = even_code >> PLACE | (odd_code << (8 - PLACE) & 0x7F00) | (signs & 0x8080);
-        if (__builtin_expect(any(even_code < UNIT | odd_code < UNIT), false)) codes |= small_codes(quad, base);
+        if (__builtin_expect(any_below(even_code, odd_code, UNIT), false)) codes |= small_codes(quad, base);
       } else {
         codes = even_code >> PLACE | (odd_code << (8 - PLACE) & 0xFF00);
       }
-      store_columns(codes_ + quad * 4 * LANES, (Words)codes);
+      store_columns(codes_ + quad * 4 * LANES, codes);
     }
   }
 

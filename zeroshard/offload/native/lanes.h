@@ -19,6 +19,10 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef uint16_t Pairs __attribute__((vector_size(4 * LANES)));  // two 16-bit numbers in each lane
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
+struct Couple {  // two vectors of a tile
+  Words first, second;
+};
+
 template <class Vector>
 inline Vector load(const void* from) {
   Vector vector;
@@ -48,6 +52,11 @@ inline __m512i transposed(__m512i bytes) {  // every 16 bytes as a matrix of fou
   const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(order));
 }
+
+inline __m512i halves_apart(__m512i words) {  // of every four words: first the lower halves, then the upper halves
+  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  return _mm512_shuffle_epi8(words, _mm512_broadcast_i32x4(order));
+}
 #elif LANES == 8
 inline __m256i byte_numbers(int first) {  // bytes `first` and `first` + 1 of every word, four words at a time
   const __m128i numbers = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13);
@@ -57,6 +66,11 @@ inline __m256i byte_numbers(int first) {  // bytes `first` and `first` + 1 of ev
 inline __m256i transposed(__m256i bytes) {  // every 16 bytes as a matrix of four rows
   const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(order));
+}
+
+inline __m256i halves_apart(__m256i words) {  // of every four words: first the lower halves, then the upper halves
+  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  return _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(order));
 }
 #endif
 
@@ -107,34 +121,80 @@ inline void narrow_high(uint16_t* to, Words x) {  // from the upper halves
 #endif
 }
 
-// Bytes of four vectors' elements, as the four bytes of every word: the lowest byte of word 0 belongs to the first
-// element of the first vector, the next byte to the first element of the second vector.
-inline Words load_columns(const uint8_t* from) {
+// A tile's vectors do not have its elements in their order. Vectors come in couples: of every eight elements, the first
+// of a couple has the first four and the second has the others. In this order each of the functions below is a single
+// instruction for each vector, or two. With four lanes it is the natural order.
+#if LANES > 4
+inline Couple interleaved(Pairs low, Pairs high) {  // words from their lower and upper halves
 #if LANES == 16
-  const __m512i rows = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return (Words)transposed(_mm512_permutexvar_epi32(rows, _mm512_loadu_si512(from)));
+  return {(Words)_mm512_unpacklo_epi16((__m512i)low, (__m512i)high),
+          (Words)_mm512_unpackhi_epi16((__m512i)low, (__m512i)high)};
 #elif LANES == 8
-  const __m256i rows = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-  return (Words)transposed(_mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i*)from), rows));
+  return {(Words)_mm256_unpacklo_epi16((__m256i)low, (__m256i)high),
+          (Words)_mm256_unpackhi_epi16((__m256i)low, (__m256i)high)};
+#endif
+}
+
+struct Separated {
+  Pairs low, high;
+};
+
+inline Separated separated(Couple x) {  // the inverse
+#if LANES == 16
+  const __m512i first = halves_apart((__m512i)x.first), second = halves_apart((__m512i)x.second);
+  return {(Pairs)_mm512_unpacklo_epi64(first, second), (Pairs)_mm512_unpackhi_epi64(first, second)};
+#elif LANES == 8
+  const __m256i first = halves_apart((__m256i)x.first), second = halves_apart((__m256i)x.second);
+  return {(Pairs)_mm256_unpacklo_epi64(first, second), (Pairs)_mm256_unpackhi_epi64(first, second)};
+#endif
+}
+
+inline Couple coupled(Words first, Words second) {  // from two vectors in the natural order
+#if LANES == 16
+  return {(Words)_mm512_shuffle_i32x4((__m512i)first, (__m512i)second, 0x88),
+          (Words)_mm512_shuffle_i32x4((__m512i)first, (__m512i)second, 0xDD)};
+#elif LANES == 8
+  return {(Words)_mm256_permute2x128_si256((__m256i)first, (__m256i)second, 0x20),
+          (Words)_mm256_permute2x128_si256((__m256i)first, (__m256i)second, 0x31)};
+#endif
+}
+
+inline Couple natural(Couple x) {  // the inverse
+#if LANES == 16
+  const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  return {(Words)_mm512_permutex2var_epi64((__m512i)x.first, low, (__m512i)x.second),
+          (Words)_mm512_permutex2var_epi64((__m512i)x.first, high, (__m512i)x.second)};
+#else
+  return coupled(x.first, x.second);
+#endif
+}
+#endif
+
+// Bytes of four vectors' elements, as the bytes of words: the lowest byte belongs to the first vector.
+inline Pairs load_columns(const uint8_t* from) {
+#if LANES == 16
+  const __m512i rows = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  return (Pairs)transposed(_mm512_permutexvar_epi64(rows, _mm512_loadu_si512(from)));
+#elif LANES == 8
+  return (Pairs)transposed(_mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i*)from), 0xD8));
 #else
   Words columns{};
   for (int row = 0; row < 4; ++row) {
     columns |= __builtin_convertvector(load<Bytes>(from + row * LANES), Words) << 8 * row;
   }
-  return columns;
+  return (Pairs)columns;
 #endif
 }
 
-inline void store_columns(uint8_t* to, Words columns) {
+inline void store_columns(uint8_t* to, Pairs columns) {
 #if LANES == 16
-  const __m512i rows = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(rows, transposed((__m512i)columns)));
+  const __m512i rows = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi64(rows, transposed((__m512i)columns)));
 #elif LANES == 8
-  const __m256i rows = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(transposed((__m256i)columns), rows));
+  _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(transposed((__m256i)columns), 0xD8));
 #else
   for (int row = 0; row < 4; ++row) {
-    store(to + row * LANES, __builtin_convertvector(columns >> 8 * row & 0xFFu, Bytes));
+    store(to + row * LANES, __builtin_convertvector((Words)columns >> 8 * row & 0xFFu, Bytes));
   }
 #endif
 }
@@ -271,6 +331,18 @@ inline bool any(Pairs x) {  // whether a bit is set
   uint64_t halves[2];
   __builtin_memcpy(halves, &x, sizeof halves);
   return (halves[0] | halves[1]) != 0;
+#endif
+}
+
+inline bool any_below(Pairs x, Pairs y, uint16_t bound) {
+#if LANES == 16
+  const __m512i smaller = _mm512_min_epu16((__m512i)x, (__m512i)y);
+  return _mm512_cmplt_epu16_mask(smaller, _mm512_set1_epi16(int16_t(bound))) != 0;
+#elif LANES == 8
+  const __m256i smaller = _mm256_min_epu16((__m256i)x, (__m256i)y), bounds = _mm256_set1_epi16(int16_t(bound));
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(smaller, bounds), smaller)) != -1;
+#else
+  return any((Pairs)((x < bound) | (y < bound)));
 #endif
 }
 

@@ -19,17 +19,29 @@ inline Words rounded_in_tile(Floats x, Words random) {
   return rounded<kind>(x, random);
 }
 
+template <class Format>
+inline void read_quad(const Arrays& arrays, int64_t index, Floats* gradients, Floats* masters) {
+  for (int vector = 0; vector < 4; vector += 2) {
+    const Couple gradient = load_couple<Format::gradient>(arrays.gradient, index + vector * LANES);
+    const Couple master = load_master_couple<Format>(arrays, index + vector * LANES);
+    gradients[vector] = floats(gradient.first), gradients[vector + 1] = floats(gradient.second);
+    masters[vector] = floats(master.first), masters[vector + 1] = floats(master.second);
+  }
+}
+
 template <class Format, bool careful>
 inline void store_masters(const Arrays& arrays, int64_t begin, const Floats (&masters)[VECTORS]) {
-  for (int vector = 0; vector < VECTORS; ++vector) {
-    store_master<Format>(arrays, begin + vector * LANES, careful ? canonical(masters[vector]) : masters[vector]);
+  for (int vector = 0; vector < VECTORS; vector += 2) {
+    const Floats first = masters[vector], second = masters[vector + 1];
+    const Couple couple = {bits(careful ? canonical(first) : first), bits(careful ? canonical(second) : second)};
+    store_master_couple<Format>(arrays, begin + vector * LANES, couple);
   }
 }
 
 // torch.optim.Adam and AdamW. The moments have errors of some percent, so that the order of operations is the cheapest
 // one: there is one division, and beta1 has no special cases. False if nothing was written, because the tile is special.
 template <class Format, bool careful>
-inline bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, int64_t begin) {
+__attribute__((always_inline)) inline bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, int64_t begin) {
   // m / (1 - beta1^t) / (sqrt(v) / correction + epsilon) = m * correction / (1 - beta1^t) / (sqrt(v) + epsilon * correction)
   const float step_size = rule.step_size * rule.correction, epsilon = rule.epsilon * rule.correction;
   const float first_retention = 1.0f - rule.first_weight;
@@ -38,15 +50,15 @@ inline bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, 
   Tile<POSITIVE_CODES> seconds(arrays, 1, begin);
   Floats masters[VECTORS];
   for (int quad = 0; quad < QUADS; ++quad) {
-    Floats first[4], second[4];
+    Floats gradients[4], first[4], second[4];
     Words rounded_first[4], rounded_second[4];
+    read_quad<Format>(arrays, begin + quad * 4 * LANES, gradients, masters + 4 * quad);
     firsts.read(quad, first);
     seconds.read(quad, second);
     for (int number = 0; number < 4; ++number) {
       const int vector = 4 * quad + number;
-      const int64_t index = begin + vector * LANES;
-      Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * pass.factor;
-      const Floats master = load_master<Format>(arrays, index) * rule.shrink;
+      Floats gradient = gradients[number] * pass.factor;
+      const Floats master = masters[vector] * rule.shrink;
       if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
       first[number] = first[number] * first_retention + gradient * rule.first_weight;
       second[number] = second[number] * rule.retention + rule.second_weight * gradient * gradient;
@@ -69,19 +81,19 @@ inline bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, 
 
 // torch.optim.SGD with momentum.
 template <class Format, bool careful>
-inline bool sgd_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, int64_t begin) {
+__attribute__((always_inline)) inline bool sgd_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, int64_t begin) {
   const TileDice dice(pass.dice, pass.offset + begin);
   Tile<SIGNED_CODES> momenta(arrays, 0, begin);
   Floats masters[VECTORS];
   for (int quad = 0; quad < QUADS; ++quad) {
-    Floats momentum[4];
+    Floats gradients[4], momentum[4];
     Words rounded_momentum[4];
+    read_quad<Format>(arrays, begin + quad * 4 * LANES, gradients, masters + 4 * quad);
     momenta.read(quad, momentum);
     for (int number = 0; number < 4; ++number) {
       const int vector = 4 * quad + number;
-      const int64_t index = begin + vector * LANES;
-      Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * pass.factor;
-      const Floats master = load_master<Format>(arrays, index);
+      Floats gradient = gradients[number] * pass.factor;
+      const Floats master = masters[vector];
       if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
       Floats buffer = gradient;
       if (!(rule.flags & FIRST)) buffer = momentum[number] * rule.retention + rule.first_weight * gradient;
@@ -98,20 +110,26 @@ inline bool sgd_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, i
   return true;
 }
 
-// `count` is a multiple of a tile.
 template <class Format>
-void adam_in_tiles(const Arrays arrays, const Pass& pass, int64_t count) {
-  const Rule rule = pass.rule;
-  for (int64_t begin = 0; begin < count; begin += TILE) {
-    if (!adam_tile<Format, false>(arrays, pass, rule, begin)) adam_tile<Format, true>(arrays, pass, rule, begin);
+__attribute__((noinline, cold)) void special_tile(const Arrays& arrays, const Pass& pass, int64_t begin) {
+  if constexpr (Format::second == ABSENT) {
+    sgd_tile<Format, true>(arrays, pass, pass.rule, begin);
+  } else {
+    adam_tile<Format, true>(arrays, pass, pass.rule, begin);
   }
 }
 
+// `count` is a multiple of a tile.
 template <class Format>
-void sgd_in_tiles(const Arrays arrays, const Pass& pass, int64_t count) {
-  const Rule rule = pass.rule;
+void update_tiles(const Arrays arrays, const Pass& given, int64_t count) {
+  const Rule rule = given.rule;
+  const Pass pass = given;
   for (int64_t begin = 0; begin < count; begin += TILE) {
-    if (!sgd_tile<Format, false>(arrays, pass, rule, begin)) sgd_tile<Format, true>(arrays, pass, rule, begin);
+    if constexpr (Format::second == ABSENT) {
+      if (!sgd_tile<Format, false>(arrays, pass, rule, begin)) special_tile<Format>(arrays, given, begin);
+    } else {
+      if (!adam_tile<Format, false>(arrays, pass, rule, begin)) special_tile<Format>(arrays, given, begin);
+    }
   }
 }
 

@@ -90,7 +90,7 @@ typedef void Loop(const Arrays, const Pass&, int64_t count);
 template <Kind gradient, Kind master, Kind parameter>
 Loop* loop_for_moments(Algorithm algorithm, const Kind* moments) {
   if (algorithm == ADAM) {
-    if (is_code(moments[0])) return adam_in_tiles<Format<gradient, master, parameter, SIGNED_CODES, POSITIVE_CODES>>;
+    if (is_code(moments[0])) return update_tiles<Format<gradient, master, parameter, SIGNED_CODES, POSITIVE_CODES>>;
     if (moments[0] == FP32) {
       return moments[1] == FP32 ? adam<Format<gradient, master, parameter, FP32, FP32>>
                                 : adam<Format<gradient, master, parameter, FP32, BF16>>;
@@ -100,7 +100,7 @@ Loop* loop_for_moments(Algorithm algorithm, const Kind* moments) {
   }
   if (moments[0] == FP32) return sgd<Format<gradient, master, parameter, FP32, ABSENT>>;
   if (moments[0] == BF16) return sgd<Format<gradient, master, parameter, BF16, ABSENT>>;
-  if (is_code(moments[0])) return sgd_in_tiles<Format<gradient, master, parameter, SIGNED_CODES, ABSENT>>;
+  if (is_code(moments[0])) return update_tiles<Format<gradient, master, parameter, SIGNED_CODES, ABSENT>>;
   return sgd<Format<gradient, master, parameter, ABSENT, ABSENT>>;
 }
 
