@@ -30,6 +30,19 @@ inline Words rounded_or_cut(Floats x, Words random) {
   return (bits(x) & 0x7FFFFFFFu) < most ? rounded<kind>(x, random) : bits(x);
 }
 
+template <Kind kind>
+constexpr uint32_t LARGEST_CODE = kind == SIGNED_CODES ? 0x7F : 0xFF;
+
+// Bits in pairs, for the arithmetic of codes. One object serves all tiles.
+template <Kind kind>
+struct Masks {
+  Pairs number = pairs(LARGEST_CODE<kind> << 4);      // a code at its place in the upper half of an fp32 number
+  Pairs upper_code = pairs(LARGEST_CODE<kind> << 8);  // a code in the upper byte
+  Pairs upper_byte = pairs(0xFF00), sign = pairs(0x8000), signs = pairs(0x8080), one = pairs(0x20);
+
+  static Pairs pairs(uint32_t x) { return Pairs{} + uint16_t(unknown(x)); }
+};
+
 // One moment of the elements of a tile.
 //
 // A code is a minifloat with 3 bits of mantissa: the upper bits of the fp32 number, minus the base of its tile. So a
@@ -46,21 +59,21 @@ inline Words rounded_or_cut(Floats x, Words random) {
 template <Kind kind>
 class Tile {
  public:
-  Tile(const Arrays& arrays, int number, int64_t begin)
-      : codes_((uint8_t*)arrays.moments[number] + begin), scale_(arrays.scales[number] + begin / TILE) {}
+  Tile(const Arrays& arrays, int number, int64_t begin, const Masks<kind>& masks)
+      : masks_(masks), codes_((uint8_t*)arrays.moments[number] + begin), scale_(arrays.scales[number] + begin / TILE) {}
 
   void read(int quad, Floats (&numbers)[4]) const {
     const Pairs codes = load_columns(codes_ + quad * 4 * LANES), base = pairs(base_of(*scale_) << 4);
-    Pairs even, odd;  // of vectors 0 and 2, of vectors 1 and 3
+    Pairs even = codes << 4 & masks_.number;  // of vectors 0 and 2
+    Pairs odd = codes >> 4 & masks_.number;   // of vectors 1 and 3
     if constexpr (kind == SIGNED_CODES) {
-      even = codes << 4 & 0x7F0, odd = codes >> 4 & 0x7F0;
-      even = (even != 0 ? even + base : even) | (codes << 8 & 0x8000);
-      odd = (odd != 0 ? odd + base : odd) | (codes & 0x8000);
+      even = (even != 0 ? even + base : Pairs{}) | (codes << 8 & masks_.sign);
+      odd = (odd != 0 ? odd + base : Pairs{}) | (codes & masks_.sign);
     } else {
-      even = (codes << 4 & 0xFF0) + base, odd = (codes >> 4 & 0xFF0) + base;
+      even += base, odd += base;
     }
-    numbers[0] = floats((Words)even << 16), numbers[2] = floats((Words)even & UPPER);
-    numbers[1] = floats((Words)odd << 16), numbers[3] = floats((Words)odd & UPPER);
+    numbers[0] = floats((Words)even << 16), numbers[2] = floats((Words)even & 0xFFFF0000u);
+    numbers[1] = floats((Words)odd << 16), numbers[3] = floats((Words)odd & 0xFFFF0000u);
   }
 
   // `rounded` is what the function above returned. Quads are written in order.
@@ -69,7 +82,7 @@ class Tile {
     upper_[first] = upper_halves(rounded[0], rounded[2]);
     upper_[second] = upper_halves(rounded[1], rounded[3]);
     const Pairs largest = larger(magnitude(upper_[first]), magnitude(upper_[second]));
-    largest_ = quad == 0 ? largest : larger(largest_, largest);
+    largest_ = larger(largest_, largest);
     if constexpr (kind == SIGNED_CODES) {
       for (int vector = 0; vector < 4; ++vector) rounded_[4 * quad + vector] = rounded[vector];
     }
@@ -89,31 +102,27 @@ class Tile {
       const Pairs even = upper_[2 * quad], odd = upper_[2 * quad + 1];
       const Pairs even_code = minus_or_zero(magnitude(even), pairs(base << PLACE));
       const Pairs odd_code = minus_or_zero(magnitude(odd), pairs(base << PLACE));
-      Pairs codes;
+      Pairs codes = even_code >> PLACE | (odd_code << (8 - PLACE) & masks_.upper_code);
       if constexpr (kind == SIGNED_CODES) {
-        const Pairs signs = even >> 8 | (odd & 0xFF00);
-        codes = even_code >> PLACE | (odd_code << (8 - PLACE) & 0x7F00) | (signs & 0x8080);
-        if (__builtin_expect(any_below(even_code, odd_code, UNIT), false)) codes |= small_codes(quad, base);
-      } else {
-        codes = even_code >> PLACE | (odd_code << (8 - PLACE) & 0xFF00);
+        codes |= (even >> 8 | (odd & masks_.upper_byte)) & masks_.signs;
+        if (__builtin_expect(any_below(even_code, odd_code, masks_.one), false)) codes |= small_codes(quad, base);
       }
       store_columns(codes_ + quad * 4 * LANES, codes);
     }
   }
 
  private:
-  static constexpr uint32_t LARGEST = kind == SIGNED_CODES ? 0x7F : 0xFF, UPPER = 0xFFFF0000u;
   static constexpr int PLACE = kind == SIGNED_CODES ? 5 : 4;  // of a code's lowest bit in a magnitude
-  static constexpr uint16_t UNIT = 1 << PLACE;
 
   static Pairs pairs(uint32_t x) { return Pairs{} + uint16_t(x); }
 
   // Without the sign, which is shifted out.
   static Pairs magnitude(Pairs upper) { return kind == SIGNED_CODES ? upper + upper : upper; }
 
-  // What is subtracted from the upper bits of a number. The largest element of a tile gets a code near LARGEST.
+  // What is subtracted from the upper bits of a number. The largest element of a tile gets one of the largest
+  // codes.
   static uint32_t base_of(uint32_t scale) {
-    constexpr uint32_t octaves = LARGEST >> 3;
+    constexpr uint32_t octaves = LARGEST_CODE<kind> >> 3;
     return ((scale > octaves ? scale : octaves) - octaves) << 3;
   }
 
@@ -132,8 +141,9 @@ class Tile {
     return (Pairs)codes;
   }
 
+  const Masks<kind>& masks_;
   uint8_t *codes_, *scale_;
-  Pairs upper_[2 * QUADS], largest_;
+  Pairs upper_[2 * QUADS], largest_{};
   Words rounded_[kind == SIGNED_CODES ? VECTORS : 1];
 };
 

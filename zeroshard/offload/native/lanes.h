@@ -35,6 +35,13 @@ inline void store(void* to, Vector vector) {
   __builtin_memcpy(to, &vector, sizeof vector);
 }
 
+// The same number, of which the compiler knows nothing. GCC makes a vector of a known number anew wherever a loop uses
+// it, with instructions that compete with the arithmetic. A vector of an unknown number is made once, before the loop.
+inline uint32_t unknown(uint32_t number) {
+  const volatile uint32_t memory = number;
+  return memory;
+}
+
 // A cast between vectors of the same size does not change the bits.
 inline Words bits(Floats x) { return (Words)x; }
 inline Floats floats(Words x) { return (Floats)x; }
@@ -334,15 +341,15 @@ inline bool any(Pairs x) {  // whether a bit is set
 #endif
 }
 
-inline bool any_below(Pairs x, Pairs y, uint16_t bound) {
+inline bool any_below(Pairs x, Pairs y, Pairs bounds) {
 #if LANES == 16
   const __m512i smaller = _mm512_min_epu16((__m512i)x, (__m512i)y);
-  return _mm512_cmplt_epu16_mask(smaller, _mm512_set1_epi16(int16_t(bound))) != 0;
+  return _mm512_cmplt_epu16_mask(smaller, (__m512i)bounds) != 0;
 #elif LANES == 8
-  const __m256i smaller = _mm256_min_epu16((__m256i)x, (__m256i)y), bounds = _mm256_set1_epi16(int16_t(bound));
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(smaller, bounds), smaller)) != -1;
+  const __m256i smaller = _mm256_min_epu16((__m256i)x, (__m256i)y);
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(smaller, (__m256i)bounds), smaller)) != -1;
 #else
-  return any((Pairs)((x < bound) | (y < bound)));
+  return any((Pairs)((x < bounds) | (y < bounds)));
 #endif
 }
 
@@ -351,11 +358,17 @@ inline bool any_nan(const Floats (&x)[count]) {
 #if LANES == 16
   static_assert(count == 4, "the vectors of a tile");
   const __mmask16 low = _mm512_cmp_ps_mask((__m512)x[0], (__m512)x[1], _CMP_UNORD_Q);
-  return (low | _mm512_cmp_ps_mask((__m512)x[2], (__m512)x[3], _CMP_UNORD_Q)) != 0;
+  return !_mm512_kortestz(low, _mm512_cmp_ps_mask((__m512)x[2], (__m512)x[3], _CMP_UNORD_Q));
 #else
-  Integers found{};
-  for (int number = 0; number < count; number += 2) found |= (x[number] != x[number]) | (x[number + 1] != x[number + 1]);
-  return any((Pairs)found);
+  Pairs found{};
+  for (int number = 0; number < count; number += 2) {
+#if LANES == 8
+    found |= (Pairs)_mm256_cmp_ps((__m256)x[number], (__m256)x[number + 1], _CMP_UNORD_Q);
+#else
+    found |= (Pairs)((x[number] != x[number]) | (x[number + 1] != x[number + 1]));
+#endif
+  }
+  return any(found);
 #endif
 }
 

@@ -8,6 +8,11 @@
 
 namespace {
 
+struct BothMasks {
+  Masks<SIGNED_CODES> first;
+  Masks<POSITIVE_CODES> second;
+};
+
 // Whether the results of a tile have inf or NaN among the moments or NaN among the masters.
 inline bool is_special(const Floats (&masters)[VECTORS], uint32_t first_scale, uint32_t second_scale) {
   return __builtin_expect(any_nan(masters) | (first_scale == 255) | (second_scale == 255), false);
@@ -41,14 +46,15 @@ inline void store_masters(const Arrays& arrays, int64_t begin, const Floats (&ma
 // torch.optim.Adam and AdamW. The moments have errors of some percent, so that the order of operations is the cheapest
 // one: there is one division, and beta1 has no special cases. False if nothing was written, because the tile is special.
 template <class Format, bool careful>
-__attribute__((always_inline)) inline bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, int64_t begin) {
+__attribute__((always_inline)) inline bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, const BothMasks& masks, int64_t begin) {
   // m / (1 - beta1^t) / (sqrt(v) / correction + epsilon) = m * correction / (1 - beta1^t) / (sqrt(v) + epsilon * correction)
   const float step_size = rule.step_size * rule.correction, epsilon = rule.epsilon * rule.correction;
   const float first_retention = 1.0f - rule.first_weight;
   const TileDice dice(pass.dice, pass.offset + begin);
-  Tile<SIGNED_CODES> firsts(arrays, 0, begin);
-  Tile<POSITIVE_CODES> seconds(arrays, 1, begin);
+  Tile<SIGNED_CODES> firsts(arrays, 0, begin, masks.first);
+  Tile<POSITIVE_CODES> seconds(arrays, 1, begin, masks.second);
   Floats masters[VECTORS];
+#pragma GCC unroll 2
   for (int quad = 0; quad < QUADS; ++quad) {
     Floats gradients[4], first[4], second[4];
     Words rounded_first[4], rounded_second[4];
@@ -81,10 +87,11 @@ __attribute__((always_inline)) inline bool adam_tile(const Arrays& arrays, const
 
 // torch.optim.SGD with momentum.
 template <class Format, bool careful>
-__attribute__((always_inline)) inline bool sgd_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, int64_t begin) {
+__attribute__((always_inline)) inline bool sgd_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, const BothMasks& masks, int64_t begin) {
   const TileDice dice(pass.dice, pass.offset + begin);
-  Tile<SIGNED_CODES> momenta(arrays, 0, begin);
+  Tile<SIGNED_CODES> momenta(arrays, 0, begin, masks.first);
   Floats masters[VECTORS];
+#pragma GCC unroll 2
   for (int quad = 0; quad < QUADS; ++quad) {
     Floats gradients[4], momentum[4];
     Words rounded_momentum[4];
@@ -111,11 +118,11 @@ __attribute__((always_inline)) inline bool sgd_tile(const Arrays& arrays, const 
 }
 
 template <class Format>
-__attribute__((noinline, cold)) void special_tile(const Arrays& arrays, const Pass& pass, int64_t begin) {
+__attribute__((noinline, cold)) void special_tile(const Arrays& arrays, const Pass& pass, const BothMasks& masks, int64_t begin) {
   if constexpr (Format::second == ABSENT) {
-    sgd_tile<Format, true>(arrays, pass, pass.rule, begin);
+    sgd_tile<Format, true>(arrays, pass, pass.rule, masks, begin);
   } else {
-    adam_tile<Format, true>(arrays, pass, pass.rule, begin);
+    adam_tile<Format, true>(arrays, pass, pass.rule, masks, begin);
   }
 }
 
@@ -124,12 +131,15 @@ template <class Format>
 void update_tiles(const Arrays arrays, const Pass& given, int64_t count) {
   const Rule rule = given.rule;
   const Pass pass = given;
+  const BothMasks masks;
   for (int64_t begin = 0; begin < count; begin += TILE) {
+    bool done;
     if constexpr (Format::second == ABSENT) {
-      if (!sgd_tile<Format, false>(arrays, pass, rule, begin)) special_tile<Format>(arrays, given, begin);
+      done = sgd_tile<Format, false>(arrays, pass, rule, masks, begin);
     } else {
-      if (!adam_tile<Format, false>(arrays, pass, rule, begin)) special_tile<Format>(arrays, given, begin);
+      done = adam_tile<Format, false>(arrays, pass, rule, masks, begin);
     }
+    if (!done) special_tile<Format>(arrays, given, masks, begin);
   }
 }
 
