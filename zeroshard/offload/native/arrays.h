@@ -89,7 +89,7 @@ template <class Format>
 inline void store_master_couple(const Arrays& arrays, int64_t index, Couple x) {
   uint16_t* parameter = (uint16_t*)arrays.parameter + index;
   if constexpr (Format::master == REMAINDER) {
-    const Separated halves = separated(x);
+    const HalfWords halves = separated(x);
     store((uint16_t*)arrays.master + index, halves.low);
     store(parameter, halves.high + (halves.low >> 15));  // nearest()
   } else {

@@ -12,8 +12,9 @@ constexpr int VECTORS = TILE / LANES, QUADS = VECTORS / 4;
 template <Kind kind>
 constexpr int LOST = is_code(kind) ? 20 : kind == BF16 ? 16 : 0;
 
-// Rounds stochastically: up with a probability equal to the part that is lost. Both moments of an element get the same
-// random bits. The first uses the lower of them, the second the upper. The result has no meaning in its lost bits.
+// Rounds stochastically: up with a probability equal to the part that is lost. The result has no meaning in its lost
+// bits. A bf16 moment needs the lower 16 random bits. Moments in 8 bits get the same random bits: the first takes the
+// lower 20, the second the upper 20. What these have in common hardly changes a rounding of the second.
 template <Kind kind>
 inline Words rounded(Floats x, Words random) {
   if constexpr (LOST<kind> == 0) return bits(x);
@@ -76,13 +77,11 @@ class Tile {
     numbers[1] = floats((Words)odd << 16), numbers[3] = floats((Words)odd & 0xFFFF0000u);
   }
 
-  // `rounded` is what the function above returned. Quads are written in order.
+  // Keeps what `rounded` or `rounded_or_cut` returned. Memory is written by `finish`.
   void write(int quad, const Words (&rounded)[4]) {
-    const int first = 2 * quad, second = 2 * quad + 1;
-    upper_[first] = upper_halves(rounded[0], rounded[2]);
-    upper_[second] = upper_halves(rounded[1], rounded[3]);
-    const Pairs largest = larger(magnitude(upper_[first]), magnitude(upper_[second]));
-    largest_ = larger(largest_, largest);
+    const Pairs even = upper_halves(rounded[0], rounded[2]), odd = upper_halves(rounded[1], rounded[3]);
+    largest_ = larger(largest_, larger(magnitude(even), magnitude(odd)));
+    upper_[2 * quad] = even, upper_[2 * quad + 1] = odd;
     if constexpr (kind == SIGNED_CODES) {
       for (int vector = 0; vector < 4; ++vector) rounded_[4 * quad + vector] = rounded[vector];
     }
@@ -119,8 +118,7 @@ class Tile {
   // Without the sign, which is shifted out.
   static Pairs magnitude(Pairs upper) { return kind == SIGNED_CODES ? upper + upper : upper; }
 
-  // What is subtracted from the upper bits of a number. The largest element of a tile gets one of the largest
-  // codes.
+  // What is subtracted from the upper bits of a number. A tile's largest element gets a code near LARGEST_CODE.
   static uint32_t base_of(uint32_t scale) {
     constexpr uint32_t octaves = LARGEST_CODE<kind> >> 3;
     return ((scale > octaves ? scale : octaves) - octaves) << 3;

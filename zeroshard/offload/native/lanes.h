@@ -142,11 +142,11 @@ inline Couple interleaved(Pairs low, Pairs high) {  // words from their lower an
 #endif
 }
 
-struct Separated {
+struct HalfWords {
   Pairs low, high;
 };
 
-inline Separated separated(Couple x) {  // the inverse
+inline HalfWords separated(Couple x) {  // the inverse
 #if LANES == 16
   const __m512i first = halves_apart((__m512i)x.first), second = halves_apart((__m512i)x.second);
   return {(Pairs)_mm512_unpacklo_epi64(first, second), (Pairs)_mm512_unpackhi_epi64(first, second)};
@@ -238,12 +238,14 @@ inline Pairs minus_or_zero(Pairs x, Pairs y) {  // x - y, and 0 where y is large
 // The largest number of `x` in the lower half, and that of `y` in the upper half.
 inline uint32_t largest_of_each(Pairs x, Pairs y) {
 #if LANES == 16
-  const __m512i even = _mm512_unpacklo_epi16((__m512i)x, (__m512i)y), odd = _mm512_unpackhi_epi16((__m512i)x, (__m512i)y);
-  const __m512i all = _mm512_max_epu16(even, odd);
+  const __m512i low = _mm512_unpacklo_epi16((__m512i)x, (__m512i)y);
+  const __m512i high = _mm512_unpackhi_epi16((__m512i)x, (__m512i)y);
+  const __m512i all = _mm512_max_epu16(low, high);
   const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
 #elif LANES == 8
-  const __m256i even = _mm256_unpacklo_epi16((__m256i)x, (__m256i)y), odd = _mm256_unpackhi_epi16((__m256i)x, (__m256i)y);
-  const __m256i half = _mm256_max_epu16(even, odd);
+  const __m256i low = _mm256_unpacklo_epi16((__m256i)x, (__m256i)y);
+  const __m256i high = _mm256_unpackhi_epi16((__m256i)x, (__m256i)y);
+  const __m256i half = _mm256_max_epu16(low, high);
 #endif
 #if LANES >= 8
   __m128i four = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));

@@ -5,9 +5,9 @@
 
 namespace {
 
-// Half away from zero. The bf16 value is in the upper half of each word, and the lower half has no meaning. What is lost, bits - (high << 16), then always fits into int16, so that a split
-// master is exact. With ties to even, ties of either parity would leave the same remainder. Overflow gives inf, which
-// is right. A NaN must be canonical.
+// Half away from zero. The bf16 value is in the upper half of each word, and the lower half has no meaning. What is
+// lost, bits - (high << 16), then always fits into int16, so that a split master is exact. With ties to even, ties of
+// either parity would leave the same remainder. Overflow gives inf, which is right. A NaN must be canonical.
 inline Words nearest(Floats x) { return bits(x) + 0x8000u; }
 
 // Random bits for the roundings of one parameter in one step. They depend only on the element's index.
@@ -52,8 +52,8 @@ class Dice {
 };
 
 // Random bits for the elements of a tile: 16 halves of hashes, each finished with four numbers. That costs less than
-// half of a hash for each element. Bits 5 and 2 of an element's index choose the number, the other bits choose the hash,
-// so that a vector has one number on every path.
+// half of a hash for each element. Bits 5 and 2 of an element's index choose the number, the other bits choose the
+// hash, so that a vector has one number on every path.
 class TileDice {
  public:
   TileDice(const Dice& dice, int64_t offset) : dice_(dice) {

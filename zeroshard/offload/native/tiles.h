@@ -6,7 +6,13 @@
 
 #include "codes.h"
 
+// GCC would call a function of this size, and prepare its constants in each call.
+#define INLINE __attribute__((always_inline)) inline
+
 namespace {
+
+// Quads in one iteration. With AVX2 two are quicker, on the portable path more would only take longer to compile.
+constexpr int UNROLLED = LANES == 8 ? 2 : 1;
 
 struct BothMasks {
   Masks<SIGNED_CODES> first;
@@ -43,18 +49,18 @@ inline void store_masters(const Arrays& arrays, int64_t begin, const Floats (&ma
   }
 }
 
-// torch.optim.Adam and AdamW. The moments have errors of some percent, so that the order of operations is the cheapest
-// one: there is one division, and beta1 has no special cases. False if nothing was written, because the tile is special.
+// torch.optim.Adam and AdamW, but not with torch's order of operations: numerator and denominator of the update are
+// multiplied with the correction, so that there is one division. False if nothing was written because of special values.
 template <class Format, bool careful>
-__attribute__((always_inline)) inline bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, const BothMasks& masks, int64_t begin) {
-  // m / (1 - beta1^t) / (sqrt(v) / correction + epsilon) = m * correction / (1 - beta1^t) / (sqrt(v) + epsilon * correction)
+INLINE bool adam_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, const BothMasks& masks,
+                      int64_t begin) {
   const float step_size = rule.step_size * rule.correction, epsilon = rule.epsilon * rule.correction;
   const float first_retention = 1.0f - rule.first_weight;
   const TileDice dice(pass.dice, pass.offset + begin);
   Tile<SIGNED_CODES> firsts(arrays, 0, begin, masks.first);
   Tile<POSITIVE_CODES> seconds(arrays, 1, begin, masks.second);
   Floats masters[VECTORS];
-#pragma GCC unroll 2
+#pragma GCC unroll UNROLLED
   for (int quad = 0; quad < QUADS; ++quad) {
     Floats gradients[4], first[4], second[4];
     Words rounded_first[4], rounded_second[4];
@@ -87,11 +93,11 @@ __attribute__((always_inline)) inline bool adam_tile(const Arrays& arrays, const
 
 // torch.optim.SGD with momentum.
 template <class Format, bool careful>
-__attribute__((always_inline)) inline bool sgd_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, const BothMasks& masks, int64_t begin) {
+INLINE bool sgd_tile(const Arrays& arrays, const Pass& pass, const Rule& rule, const BothMasks& masks, int64_t begin) {
   const TileDice dice(pass.dice, pass.offset + begin);
   Tile<SIGNED_CODES> momenta(arrays, 0, begin, masks.first);
   Floats masters[VECTORS];
-#pragma GCC unroll 2
+#pragma GCC unroll UNROLLED
   for (int quad = 0; quad < QUADS; ++quad) {
     Floats gradients[4], momentum[4];
     Words rounded_momentum[4];
@@ -117,8 +123,10 @@ __attribute__((always_inline)) inline bool sgd_tile(const Arrays& arrays, const 
   return true;
 }
 
+// A function of its own, so that the compiler allots registers to the loop over ordinary tiles alone.
 template <class Format>
-__attribute__((noinline, cold)) void special_tile(const Arrays& arrays, const Pass& pass, const BothMasks& masks, int64_t begin) {
+__attribute__((noinline, cold))
+void special_tile(const Arrays& arrays, const Pass& pass, const BothMasks& masks, int64_t begin) {
   if constexpr (Format::second == ABSENT) {
     sgd_tile<Format, true>(arrays, pass, pass.rule, masks, begin);
   } else {
