@@ -156,6 +156,23 @@ def test_nan_and_inf_stay_where_they_are_and_nothing_finite_becomes_inf(simd: Si
     assert positive.isinf().nonzero().flatten().tolist() == [7, TILE + 7]
 
 
+@pytest.mark.parametrize("simd", NATIVE)
+@pytest.mark.parametrize("rule", [ADAMW, replace(SGD, weight_decay=0.0)], ids=str)
+def test_nan_in_a_master_changes_nothing_else(rule: Rule, simd: Simd) -> None:
+    """A tile with NaN is computed by other code than the other tiles."""
+    form = Format(parameter=torch.bfloat16, moments=CODES[: 2 if isinstance(rule, AdamRule) else 1])
+    plain, spoilt = random_segment(5 * TILE + 9, form), random_segment(5 * TILE + 9, form)
+    places = [0, 2 * TILE + 37, 5 * TILE + 8]
+    spoilt.master[places] = torch.nan
+    for segment in (plain, spoilt):
+        update(pool(simd), [segment], rule, 1.0)
+    for mine, other in zip((*spoilt.moments, *spoilt.scales), (*plain.moments, *plain.scales), strict=True):
+        assert torch.equal(mine, other)
+    assert spoilt.master.isnan().nonzero().flatten().tolist() == places
+    spoilt.master[places] = plain.master[places]
+    assert torch.equal(spoilt.master, plain.master)
+
+
 def test_a_large_moment_is_encoded_and_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(10 * TILE + 3)
     whole = [encoded(values.abs() if dtype is POSITIVE else values, dtype) for dtype in CODES]

@@ -13,7 +13,8 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from tests.offload.host import ADAM, ADAMW, NATIVE, SGD, Format, pool, random_segment, split, ulps, update
+from tests.offload.host import ADAM, ADAMW, CODES, NATIVE, SGD, Format, pool, random_segment, split, ulps, update
+from zeroshard.offload.codes import TILE, decode
 from zeroshard.offload.kernel import Segment
 from zeroshard.offload.library import Simd
 from zeroshard.offload.rules import AdamRule, SGDRule
@@ -115,6 +116,24 @@ def test_sgd_is_within_two_ulps_of_exact_arithmetic(rule: SGDRule, simd: Simd) -
     update(pool(simd), [segment], rule, FACTOR)
     for got, (value, size) in zip((segment.master, *segment.moments), exact, strict=False):
         assert ulps(got, value, size) <= 2
+
+
+@pytest.mark.parametrize("simd", NATIVE)
+@pytest.mark.parametrize("rule", ADAM_RULES)
+def test_adam_with_8_bit_moments_rounds_these_alone(rule: AdamRule, simd: Simd) -> None:
+    """The master is as exact as with fp32 moments. A moment is one of the two codes beside the exact value."""
+    segment = random_segment(LENGTH, replace(FP32, moments=CODES))
+    numbers = tuple(decode(*pair).float() for pair in zip(segment.moments, segment.scales, strict=True))
+    (value, size), *moments = exact_adam(replace(segment, moments=numbers, scales=()), rule)
+    update(pool(simd), [segment], rule, FACTOR)
+    assert ulps(segment.master, value, size) <= BOUNDS[0]
+    for moment, codes, scales in zip(moments, segment.moments, segment.scales, strict=True):
+        got, exact = decode(codes, scales).double(), moment.value
+        largest = torch.nn.functional.pad(exact.abs(), (0, -LENGTH % TILE)).view(-1, TILE).amax(1)
+        common = exact.abs() > 2**-14 * largest.repeat_interleave(TILE)[:LENGTH]
+        assert common.float().mean() > 0.99
+        unit = torch.exp2(exact[common].abs().log2().floor() - 3)
+        assert ((got - exact)[common].abs() / unit).max() < 1 + 1e-4
 
 
 @pytest.mark.parametrize("rule", ADAM_RULES)

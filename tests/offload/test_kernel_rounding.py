@@ -103,6 +103,20 @@ def test_roundings_of_neighbours_moments_steps_seeds_and_keys_are_unrelated(kind
         assert abs(agreement - 0.5) < 0.01, name
 
 
+@pytest.mark.parametrize("part", [0.5, 0.1, 0.01])
+def test_elements_of_a_tile_that_share_a_hash_round_independently(part: float) -> None:
+    values = torch.full((40_000 * TILE,), 1 + part * 2.0**-3)
+    first = (rounded(values, kind="8bit")[0].float() > 1).view(-1, TILE).double()
+    squares = rounded(values.sqrt(), kind="8bit")[1]
+    second = (squares.float() > 1).view(-1, TILE).double()
+    numbers = torch.arange(TILE)
+    deviation = (part * part * (1 - part * part) / first.numel()) ** 0.5
+    for distance in (4, 32, 36):
+        for one, other in ((first, first), (second, second), (first, second)):
+            both = float((one * other[:, numbers ^ distance]).mean())
+            assert abs(both - part * part) < 6 * deviation, distance
+
+
 @KINDS
 def test_the_same_seed_gives_the_same_bits(kind: str) -> None:
     values = torch.randn(10_000)

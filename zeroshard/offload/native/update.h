@@ -1,49 +1,20 @@
 // One pass over a range: read gradient, master and moments; write master, moments and the 16-bit parameter.
 #pragma once
 
-#include "codes.h"
+#include "tiles.h"
 
 namespace {
 
-// The other inputs of a pass.
-struct Pass {
-  const Rule& rule;
-  float factor;
-  Dice dice;
-  int64_t offset;  // elements between the start of the dice and the start of the arrays
-};
-
-// The kinds of a segment's arrays, as template arguments: the loop over elements then has no branches on them.
-template <Kind gradient_, Kind master_, Kind parameter_, Kind first_, Kind second_>
-struct Format {
-  static constexpr Kind gradient = gradient_, master = master_, parameter = parameter_;
-  static constexpr Kind first = first_, second = second_;
-  static constexpr int64_t group = GROUP<first>;
-};
-
-template <class Format>
-inline Floats load_master(const Arrays& arrays, int64_t index) {
-  if constexpr (Format::master == REMAINDER) {
-    const Words high = widen_high((const uint16_t*)arrays.parameter + index);
-    return floats(high + widen_signed((const uint16_t*)arrays.master + index));
+template <Kind kind>
+inline void store_rounded(void* array, int64_t index, Words rounded) {
+  if constexpr (kind == BF16) {
+    narrow_high((uint16_t*)array + index, rounded);
   } else {
-    return load<Floats>((const float*)arrays.master + index);
+    store((float*)array + index, rounded);
   }
 }
 
-template <class Format>
-inline void store_master(const Arrays& arrays, int64_t index, Floats x) {
-  uint16_t* parameter = (uint16_t*)arrays.parameter + index;
-  if constexpr (Format::master == REMAINDER) {
-    narrow_low((uint16_t*)arrays.master + index, bits(x));  // bits - (high << 16), in int16
-  } else {
-    store((float*)arrays.master + index, x);
-  }
-  if constexpr (Format::parameter == BF16) narrow_high(parameter, nearest(x));
-  if constexpr (Format::parameter == FP16) to_fp16(parameter, x);
-}
-
-// torch.optim.Adam and AdamW, with torch's order of operations. `count` is a multiple of the group.
+// torch.optim.Adam and AdamW, with torch's order of operations. `count` is a multiple of LANES.
 template <class Format>
 void adam(const Arrays arrays, const Pass& pass, int64_t count) {
   constexpr Kind first_kind = Format::first, second_kind = Format::second;
@@ -51,44 +22,38 @@ void adam(const Arrays arrays, const Pass& pass, int64_t count) {
   const Rule rule = pass.rule;
   const Dice dice = pass.dice;
   const float factor = pass.factor, complement = 1.0f - rule.first_weight;
-  for (int64_t begin = 0; begin < count; begin += Format::group) {
-    Moment<first_kind> firsts(arrays, 0, begin);
-    Moment<second_kind> seconds(arrays, 1, begin);
-    for (int64_t index = begin; index < begin + Format::group; index += LANES) {
-      Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
-      Floats master = load_master<Format>(arrays, index) * rule.shrink;
-      Floats first = firsts.read(index);
-      Floats second = seconds.read(index);
-      if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
-      if (rule.flags & LERP_FROM_END) {
-        first = gradient - (gradient - first) * complement;
-      } else {
-        first = first + rule.first_weight * (gradient - first);
-      }
-      second = second * rule.retention + rule.second_weight * gradient * gradient;
-      const Floats denominator = square_root(second) / rule.correction + rule.epsilon;
-      master = master + rule.step_size * first / denominator;
-      Words low{}, high{};  // random bits
-      if constexpr (rounds) {
-        const Words random = dice.roll(pass.offset + index);
-        low = random, high = random >> 16;
-      }
-      Words rounded_first = rounded<first_kind>(first, low);
-      Words rounded_second = rounded<second_kind>(second, high);
-      bool rare = has_nan(master);  // if a moment is NaN, the master is NaN too
-      if constexpr (LOST<first_kind> > 0) rare |= has_special(rounded_first);
-      if constexpr (LOST<second_kind> > 0) rare |= has_special(rounded_second);
-      if (__builtin_expect(rare, false)) {
-        master = canonical(master), first = canonical(first), second = canonical(second);
-        rounded_first = rounded_or_cut<first_kind>(first, low);
-        rounded_second = rounded_or_cut<second_kind>(second, high);
-      }
-      firsts.write(index, rounded_first);
-      seconds.write(index, rounded_second);
-      store_master<Format>(arrays, index, master);
+  for (int64_t index = 0; index < count; index += LANES) {
+    Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
+    Floats master = load_master<Format>(arrays, index) * rule.shrink;
+    Floats first = load_as_floats<first_kind>(arrays.moments[0], index);
+    Floats second = load_as_floats<second_kind>(arrays.moments[1], index);
+    if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
+    if (rule.flags & LERP_FROM_END) {
+      first = gradient - (gradient - first) * complement;
+    } else {
+      first = first + rule.first_weight * (gradient - first);
     }
-    firsts.finish();
-    seconds.finish();
+    second = second * rule.retention + rule.second_weight * gradient * gradient;
+    const Floats denominator = square_root(second) / rule.correction + rule.epsilon;
+    master = master + rule.step_size * first / denominator;
+    Words low{}, high{};  // random bits
+    if constexpr (rounds) {
+      const Words random = dice.roll(pass.offset + index);
+      low = random, high = random >> 16;
+    }
+    Words rounded_first = rounded<first_kind>(first, low);
+    Words rounded_second = rounded<second_kind>(second, high);
+    bool rare = has_nan(master);  // if a moment is NaN, the master is NaN too
+    if constexpr (LOST<first_kind> > 0) rare |= has_special(rounded_first);
+    if constexpr (LOST<second_kind> > 0) rare |= has_special(rounded_second);
+    if (__builtin_expect(rare, false)) {
+      master = canonical(master), first = canonical(first), second = canonical(second);
+      rounded_first = rounded_or_cut<first_kind>(first, low);
+      rounded_second = rounded_or_cut<second_kind>(second, high);
+    }
+    store_rounded<first_kind>(arrays.moments[0], index, rounded_first);
+    store_rounded<second_kind>(arrays.moments[1], index, rounded_second);
+    store_master<Format>(arrays, index, master);
   }
 }
 
@@ -100,24 +65,22 @@ void sgd(const Arrays arrays, const Pass& pass, int64_t count) {
   const Rule rule = pass.rule;
   const Dice dice = pass.dice;
   const float factor = pass.factor;
-  for (int64_t begin = 0; begin < count; begin += Format::group) {
-    Moment<kind> momenta(arrays, 0, begin);
-    for (int64_t index = begin; index < begin + Format::group; index += LANES) {
-      Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
-      Floats master = load_master<Format>(arrays, index);
-      if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
-      if constexpr (has_momentum) {
-        Floats buffer = gradient;
-        if (!(rule.flags & FIRST)) buffer = momenta.read(index) * rule.retention + rule.first_weight * gradient;
-        gradient = rule.flags & NESTEROV ? gradient + rule.retention * buffer : buffer;
-        buffer = canonical(buffer);
-        Words random{};
-        if constexpr (LOST<kind> > 0) random = dice.roll(pass.offset + index);
-        momenta.write(index, rounded_or_cut<kind>(buffer, random));
+  for (int64_t index = 0; index < count; index += LANES) {
+    Floats gradient = load_as_floats<Format::gradient>(arrays.gradient, index) * factor;
+    Floats master = load_master<Format>(arrays, index);
+    if (rule.flags & DECAY_GRADIENT) gradient = gradient + rule.decay * master;
+    if constexpr (has_momentum) {
+      Floats buffer = gradient;
+      if (!(rule.flags & FIRST)) {
+        buffer = load_as_floats<kind>(arrays.moments[0], index) * rule.retention + rule.first_weight * gradient;
       }
-      store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));
+      gradient = rule.flags & NESTEROV ? gradient + rule.retention * buffer : buffer;
+      buffer = canonical(buffer);
+      Words random{};
+      if constexpr (LOST<kind> > 0) random = dice.roll(pass.offset + index);
+      store_rounded<kind>(arrays.moments[0], index, rounded_or_cut<kind>(buffer, random));
     }
-    if constexpr (has_momentum) momenta.finish();
+    store_master<Format>(arrays, index, canonical(master + rule.step_size * gradient));
   }
 }
 
@@ -127,7 +90,7 @@ typedef void Loop(const Arrays, const Pass&, int64_t count);
 template <Kind gradient, Kind master, Kind parameter>
 Loop* loop_for_moments(Algorithm algorithm, const Kind* moments) {
   if (algorithm == ADAM) {
-    if (is_code(moments[0])) return adam<Format<gradient, master, parameter, SIGNED_CODES, POSITIVE_CODES>>;
+    if (is_code(moments[0])) return update_tiles<Format<gradient, master, parameter, SIGNED_CODES, POSITIVE_CODES>>;
     if (moments[0] == FP32) {
       return moments[1] == FP32 ? adam<Format<gradient, master, parameter, FP32, FP32>>
                                 : adam<Format<gradient, master, parameter, FP32, BF16>>;
@@ -137,7 +100,7 @@ Loop* loop_for_moments(Algorithm algorithm, const Kind* moments) {
   }
   if (moments[0] == FP32) return sgd<Format<gradient, master, parameter, FP32, ABSENT>>;
   if (moments[0] == BF16) return sgd<Format<gradient, master, parameter, BF16, ABSENT>>;
-  if (is_code(moments[0])) return sgd<Format<gradient, master, parameter, SIGNED_CODES, ABSENT>>;
+  if (is_code(moments[0])) return update_tiles<Format<gradient, master, parameter, SIGNED_CODES, ABSENT>>;
   return sgd<Format<gradient, master, parameter, ABSENT, ABSENT>>;
 }
 
