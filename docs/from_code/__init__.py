@@ -1,8 +1,8 @@
 """Writes the parts of the reference that follow from the code, so that they cannot differ from it.
 
 A page asks for such a part with a comment on a line of its own: ``<!-- from code: options zeroshard.Config -->``. The
-word after the colon names a writer below, the rest are its arguments. ``conf.py`` fills the comments in when Sphinx reads
-a page; the tests of the pages do the same. Nothing here needs Sphinx. A thing without a text is an error.
+word after the colon names a writer below, the rest are its arguments. ``conf.py`` fills the comments in when Sphinx
+reads a page; the tests of the pages do the same. Nothing here needs Sphinx. A thing without a text is an error.
 """
 
 from __future__ import annotations

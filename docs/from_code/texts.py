@@ -39,7 +39,7 @@ def described_fields(kind: type) -> Iterator[Described]:
     """
     found: dict[str, tuple[str, str | None, str]] = {}
     for part in reversed(kind.__mro__):
-        if part.__module__.startswith("zeroshard"):
+        if part not in (object, tuple):
             for name, (annotation, default, text) in _declared(part).items():
                 usual = found.get(name, ("", None, ""))
                 found[name] = (annotation, default or usual[1], text or usual[2])
