@@ -8,13 +8,13 @@ The language of a block decides how it is checked, and comments right above the 
 | `bash` | each line is a command whose program, options, files and values exist | only below `<!-- run -->` |
 | `toml` | it is a configuration without mistakes | |
 | `diff` | both sides compile, as `python` | both sides, as programs |
-| `text` | it is a `<!-- drawing -->` or an `<!-- output … -->` | an `<!-- output -->`: the block above prints its words |
+| `text` | it is a `<!-- drawing -->` or an `<!-- output … -->` | an `<!-- output -->`: the block above has its words |
 
-Comments above a `python` or `diff` block: `<!-- given: model, batch -->` (names that `given.py` defines first),
-`<!-- continued -->` (the program goes on from the block before), `<!-- ranks: 2 -->` (started by torchrun), and
+`<!-- continued -->` above a `bash` block runs the program before it first, in the same folder. Comments above a `python` or `diff` block: `<!-- given: model, batch -->` (names that `given.py` defines first),
+`<!-- continued -->` (the program goes on from the one before), `<!-- ranks: 2 -->` (started by torchrun), and
 `<!-- raises: words -->` (it ends with an error that has these words). `<!-- output of COMMAND, where -->` is for
-output of what runs too long, or needs a GPU: the command is checked. Another language or comment is an error, so nothing
-is skipped in silence.
+output of what runs too long, or needs a GPU: the command is checked. Another language or comment is an error, so
+nothing is skipped in silence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LANGUAGES = ("python", "bash", "toml", "diff", "text")
 COMMENTS = {
     "python": ("given", "continued", "ranks", "raises"),
     "diff": ("given", "ranks"),
-    "bash": ("run",),
+    "bash": ("run", "continued"),
     "toml": (),
     "text": ("output", "drawing"),
 }
@@ -105,7 +105,7 @@ def blocks_of(page: Path) -> tuple[Block, ...]:
         indent = len(match["indent"])
         body = "".join(line[indent:] for line in match["text"].splitlines(keepends=True))
         previous = before
-        if language == "python" and "continued" in needs:  # output may stand between two parts of a program
+        if "continued" in needs:  # output may stand between two parts of a program
             previous = next(block for block in reversed(found) if block.language == "python")
         before = Block(page, line, language, body, needs, previous)
         found.append(before)

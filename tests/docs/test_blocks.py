@@ -128,6 +128,9 @@ def test_every_command_can_be_read_by_its_program(block: Block) -> None:
 @pytest.mark.slow
 @each(*(block for block in blocks("bash") if "run" in block.needs))
 def test_a_command_runs(block: Block, tmp_path: Path) -> None:
+    if "continued" in block.needs:
+        assert block.before is not None
+        _run_program(programs(block.before)[-1], block.before, tmp_path)
     output = ""
     for command in lines_of(block.text):
         real = re.sub(r"\bzeroshard\b", f"{sys.executable} -m zeroshard", command, count=1)
