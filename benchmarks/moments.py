@@ -33,8 +33,8 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard.config.job import DataConfig, ModelConfig
-from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT
+from zeroshard.train.gpt.corpus import Corpus
 
 KINDS: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 WARMUP = 0.1  # share of the steps over which the learning rate rises; a cosine then lowers it to a tenth

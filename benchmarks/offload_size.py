@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.config.job import DataConfig, ModelConfig
-from zeroshard.train.data import Corpus
 from zeroshard.train.gpt import GPT
+from zeroshard.train.gpt.corpus import Corpus
 
 BETAS = (0.9, 0.95)
 

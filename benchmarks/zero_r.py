@@ -27,7 +27,7 @@ from zeroshard import Activations
 from zeroshard.config.job import ModelConfig
 from zeroshard.system import compat_groups
 from zeroshard.train.gpt import GPT
-from zeroshard.train.tensor_parallel import parallelise
+from zeroshard.train.gpt.tensor_parallel import parallelise
 
 GB = 1e9
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

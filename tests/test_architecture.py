@@ -17,18 +17,23 @@ EXCEPTIONS = {("plan/dryrun.py", "api")}
 """The dry run is a client of the api."""
 
 
-def imported_rooms(file: Path) -> set[str]:
-    """The rooms that a file imports from, by relative or absolute imports, at its top or inside functions."""
+def imported(file: Path) -> list[list[str]]:
+    """The parts of every name that a file imports, by relative or absolute imports, at its top or inside functions."""
     here = ["zeroshard", *file.relative_to(PACKAGE).parts[:-1]]
-    names: set[str] = set()
+    found: list[list[str]] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
-            base = [*here[: len(here) + 1 - node.level]] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names |= {f"{module}.{alias.name}" for alias in node.names}
+            base = here[: len(here) + 1 - node.level] if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            found += [[*module, alias.name] for alias in node.names]
         elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return {parts[1] for name in names if (parts := name.split("."))[0] == "zeroshard" and len(parts) > 1}
+            found += [alias.name.split(".") for alias in node.names]
+    return found
+
+
+def imported_rooms(file: Path) -> set[str]:
+    """The rooms that a file imports from."""
+    return {parts[1] for parts in imported(file) if parts[0] == "zeroshard" and len(parts) > 1}
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
@@ -41,6 +46,15 @@ def test_a_room_imports_only_rooms_below_it() -> None:
             assert other in ROOMS, f"{name} imports {other}, which is no room"
             below = ROOMS.index(room) <= ROOMS.index(other)
             assert below or (name, other) in EXCEPTIONS, f"{name} imports {other}, which stands above it"
+
+
+def test_the_ready_made_jobs_do_not_know_each_other_and_only_the_loop_knows_them() -> None:
+    train, jobs = PACKAGE / "train", {"gpt", "language"}
+    for file in train.rglob("*.py"):
+        own = {file.parent.name} & jobs
+        others = jobs - own | ({"loop", "launch"} if own else set())
+        known = {parts[2] for parts in imported(file) if parts[:2] == ["zeroshard", "train"] and parts[2:]}
+        assert file == train / "loop.py" or known.isdisjoint(others), f"{file.relative_to(PACKAGE)}: {known & others}"
 
 
 def test_private_names_of_torch_are_only_in_compat() -> None:

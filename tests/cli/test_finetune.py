@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.train.chats import chats, make_model, text, write_lines
+from tests.train.language.chats import chats, make_model, text, write_lines
 from zeroshard.cli.main import main
 from zeroshard.config.job import load_job
 from zeroshard.train.loop import train

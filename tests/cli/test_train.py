@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.matrix import slow
 from zeroshard.cli.main import main
 from zeroshard.config.job import load_job
-from zeroshard.train.gpt_weights import load_weights
+from zeroshard.train.gpt.weights import load_weights
 
 COMMAND = [sys.executable, "-m", "zeroshard", "train", "tiny", "--device", "cpu"]
 ENDLESS = ["--set", "train.steps=1000000", "--set", "train.evaluate_every=1000000", "--set", "train.report_every=5"]

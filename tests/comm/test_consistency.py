@@ -23,8 +23,9 @@ from zeroshard.config.options import Config
 from zeroshard.runtime import runtime_of
 from zeroshard.system.machine import device_of_rank
 from zeroshard.train.gpt import GPT
-from zeroshard.train.gpt_task import parameter_groups, shard_options
+from zeroshard.train.gpt.task import shard_options
 from zeroshard.train.rank import Rank
+from zeroshard.train.task import parameter_groups
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from zeroshard.plan.model.gpt import from_config
 from zeroshard.plan.setup import Setup
 from zeroshard.runtime import runtime_of
 from zeroshard.train.gpt import GPT
-from zeroshard.train.tensor_parallel import parallelise
+from zeroshard.train.gpt.tensor_parallel import parallelise
 
 CONFIG = ModelConfig(layers=6, hidden=256, heads=4, sequence=128)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zeroshard.config.job import ModelConfig
 from zeroshard.plan.dryrun import DryRun, dry_run
 from zeroshard.train.gpt import GPT
-from zeroshard.train.tensor_parallel import parallelise
+from zeroshard.train.gpt.tensor_parallel import parallelise
 
 
 def dry_gpt(

@@ -327,7 +327,7 @@ def test_ranks_know_how_many_share_their_gpu(monkeypatch: pytest.MonkeyPatch) ->
     try:
         for shared in (True, False):
             name = "GPU-0" if shared else f"GPU-{fabric.rank}"
-            monkeypatch.setattr("zeroshard.comm.fabric.identity", lambda asked, name=name: name)
+            monkeypatch.setattr("zeroshard.system.device.identity", lambda asked, name=name: name)
             assert fabric._count_device_ranks() == (2 if shared else 1)
     finally:
         monkeypatch.undo()

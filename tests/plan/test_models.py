@@ -293,7 +293,8 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}.py").write_text(
         "import torch\n"
         "from torch import nn\n"
-        "from zeroshard.train.gpt import GPT, ModelConfig\n"
+        "from zeroshard.config.job import ModelConfig\n"
+        "from zeroshard.train.gpt import GPT\n"
         "def gpt(): return GPT(ModelConfig(layers=2, hidden=64, heads=2, sequence=32))\n"
         "def images(batch): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), (torch.empty(batch, 3, 8, 8),)\n"
         "class Peeks(nn.Linear):\n"

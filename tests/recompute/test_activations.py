@@ -176,7 +176,7 @@ def test_gathers_of_checkpoints_are_under_a_tenth_of_tensor_parallelisms_own() -
     from tests.functional_collectives import count_functional
     from zeroshard.config.job import ModelConfig
     from zeroshard.train.gpt import GPT
-    from zeroshard.train.tensor_parallel import parallelise
+    from zeroshard.train.gpt.tensor_parallel import parallelise
 
     mesh = mesh_of(2, 2)
     model = GPT(ModelConfig(layers=4, hidden=32, heads=4, sequence=16))
@@ -202,7 +202,7 @@ def test_what_checkpoints_move_is_planned_to_the_byte() -> None:
     from zeroshard.plan.setup import Setup
     from zeroshard.plan.volume import volume
     from zeroshard.train.gpt import GPT
-    from zeroshard.train.tensor_parallel import parallelise
+    from zeroshard.train.gpt.tensor_parallel import parallelise
 
     mesh = mesh_of(2, 2)
     config = ModelConfig(layers=3, hidden=40, heads=4, sequence=7)  # of 560 elements, parts have 320 and 240

@@ -5,10 +5,11 @@ import torch
 
 from zeroshard.config.job import ModelConfig, load_job
 from zeroshard.train.gpt import GPT
-from zeroshard.train.gpt_task import parameter_groups, shard_options
+from zeroshard.train.gpt.task import shard_options
 from zeroshard.train.loop import lr_share
 from zeroshard.train.rank import Rank
 from zeroshard.train.record import Stopwatch
+from zeroshard.train.task import parameter_groups
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:

@@ -15,8 +15,8 @@ from ..config.options import Config
 from ..plan.comparison import Comparison
 from ..plan.dryrun import DryRun, dry_run
 from ..train.gpt import GPT
-from ..train.gpt_task import parameter_groups
-from ..train.tensor_parallel import parallelise
+from ..train.gpt.tensor_parallel import parallelise
+from ..train.task import parameter_groups
 from .job_options import add_job_options, overrides
 
 HELP = "run one rank of N on this machine, and see its memory and what it would send"

@@ -151,8 +151,8 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     """Read model and data, print what would run, and start nothing. Returns 1 if it would not fit."""
     require_libraries(job)
     from ..plan import foresee
-    from ..train.language_model import LanguageModel
-    from ..train.language_task import headline, optimizer_of, plan_of, read_data, settled_steps, sizes_of
+    from ..train.language.model import LanguageModel
+    from ..train.language.task import headline, optimizer_of, plan_of, read_data, settled_steps, sizes_of
 
     device = resolve_device(job.train.device)
     ranks, nodes = count_ranks(arguments.ranks, device), count_nodes(arguments.nnodes)

@@ -19,7 +19,7 @@ from ..storage.folder import candidates
 from ..storage.format import CheckpointError
 from ..system.machine import ensure_bf16_matmul, usable_cores
 from ..train.checkpoints import AUTO, FOLDER, NEVER
-from ..train.gpt_weights import earlier_weights
+from ..train.gpt.weights import earlier_weights
 from ..train.launch import Nodes, launch, under_torchrun
 from ..train.loop import train
 from ..train.probe import LEAST_STEPS_TO_TRACE
@@ -104,9 +104,9 @@ def _check_task(job: Job, out: Path) -> Job:
     require_libraries(job)
     if under_torchrun():  # the task will look at model and data itself
         return job
-    from ..train.language_model import LanguageModel
-    from ..train.language_task import read_data, settled_steps
-    from ..train.language_weights import earlier_result, folder_of
+    from ..train.language.model import LanguageModel
+    from ..train.language.task import read_data, settled_steps
+    from ..train.language.weights import earlier_result, folder_of
 
     earlier_result(folder_of(out, job))
     model = LanguageModel(job.model)

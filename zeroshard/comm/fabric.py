@@ -8,7 +8,6 @@ talks to ``torch.distributed`` about model states.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.bounds import MESSAGE_BYTES
 from ..system import compat_groups, machine
-from ..system.device import identity
+from ..system.device import device_ranks, local_ranks
 from .exchange import DisagreementError as DisagreementError  # other rooms know this file alone
 from .exchange import Exchange
 from .grid import Grid, grid
@@ -105,7 +104,7 @@ class Fabric:
         """Over how many ranks gradients are averaged."""
         self.data_rank = self.replicas.rank * self.shards + self.shard_rank
         """Which part of the data is this rank's. The ranks of one tensor-parallel group have the same part."""
-        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        self.local_ranks = local_ranks(self.world)
         """How many ranks share this host: all, unless torchrun says otherwise."""
         self.device_ranks = self._count_device_ranks()
         """How many ranks share this rank's device, and so its memory. On CPUs these are the ranks of this host."""
@@ -137,10 +136,9 @@ class Fabric:
         return Exchange(group, self.rank, self.world, self.stall_timeout, self.watchdog)
 
     def _count_device_ranks(self) -> int:
-        if self.device.type != "cuda":
-            return self.local_ranks
-        mine = identity(self.device)
-        return 1 if self._alone else self.gather_objects(mine).count(mine)
+        return device_ranks(
+            self.device, self.local_ranks, (lambda mine: [mine]) if self._alone else self.gather_objects
+        )
 
     def _new_meeting(self) -> Meeting:
         group = self.gathers.group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,6 +30,22 @@ def available_memory(device: torch.device, sharing: int = 1) -> int:
 def identity(device: torch.device) -> str:
     """A text that is the same on all processes that use a GPU, whatever number each of them gives it."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def local_ranks(world: int) -> int:
+    """How many of ``world`` ranks share this host: all, unless torchrun says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def device_ranks(device: torch.device, local: int, gather: Callable[[str], list[str]]) -> int:
+    """How many ranks share this rank's device, and so its memory. On CPUs these are the ``local`` ranks of this host.
+
+    Every rank calls this. ``gather`` brings every rank's text to all ranks.
+    """
+    if device.type != "cuda":
+        return local
+    mine = identity(device)
+    return gather(mine).count(mine)
 
 
 def used_memory(device: torch.device) -> int:

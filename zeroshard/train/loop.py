@@ -18,7 +18,8 @@ from ..runtime import runtime_of
 from ..storage.claim import claimed
 from ..system.allocator import defragment
 from .checkpoints import NEVER, RunCheckpoints, Start
-from .gpt_task import GPTTask
+from .gpt.task import GPTTask
+from .language.task import LanguageTask
 from .probe import Probe
 from .rank import Rank
 from .record import Record
@@ -42,8 +43,6 @@ def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEV
 def task_of(job: Job, out: Path, here: Rank) -> Task:
     """Return what a job trains. Reads its data."""
     if isinstance(job.model, LanguageModelConfig):
-        from .language_task import LanguageTask  # imported here, because transformers takes seconds
-
         return LanguageTask(job, out, here)
     return GPTTask(job, here)
 

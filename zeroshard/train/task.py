@@ -1,4 +1,4 @@
-"""What the loop trains, behind one interface: `gpt_task.py` is the built-in GPT, `language_model.py` Hugging Face's.
+"""What the loop trains, behind one interface: `gpt/task.py` is the built-in GPT, `language/task.py` Hugging Face's.
 
 The loop knows steps, evaluations, checkpoints and the record. A task knows the model, its data and its loss, and what
 remains of a run.
@@ -70,6 +70,15 @@ class Task(Protocol):
 
     def closing(self, record: Record, out: Path) -> Sequence[RenderableType]:
         """Return what ends the run's output: tables and lines."""
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Return the optimizer's groups: matrices decay, biases and norms do not. Frozen parameters are in none."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 def mean(model: nn.Module, value: Tensor) -> float:

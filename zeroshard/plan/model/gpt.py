@@ -18,7 +18,7 @@ from .tracer import Built, Uninitialised
 
 MODULE = "zeroshard.train.gpt"
 """Imported when a GPT is built, as the module of a user is: the room ``train`` is above this one."""
-PARALLEL = "zeroshard.train.tensor_parallel"
+PARALLEL = "zeroshard.train.gpt.tensor_parallel"
 BUILT = FEW + 1
 """The most layers that are built. All are equal, and a few of them are traced."""
 

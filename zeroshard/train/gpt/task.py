@@ -9,20 +9,20 @@ from rich.console import RenderableType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..comm.process_group import start_process_group
-from ..config.job import Job
-from ..config.options import Config
-from ..system.device import available_memory
-from ..system.machine import usable_cores
-from .checkpoints import Origin
-from .data import Batch, Corpus
-from .gpt import GPT, sample
-from .gpt_weights import load_weights, save_weights
-from .rank import Rank
-from .record import Record
-from .task import mean, shown
+from ...comm.process_group import start_process_group
+from ...config.job import Job
+from ...config.options import Config
+from ...system.device import available_memory
+from ...system.machine import usable_cores
+from ..checkpoints import Origin
+from ..rank import Rank
+from ..record import Record
+from ..task import mean, parameter_groups, shown
+from ..views import closing_table
+from .corpus import Batch, Corpus
+from .model import GPT, sample
 from .tensor_parallel import parallelise
-from .views import closing_table
+from .weights import load_weights, save_weights
 
 PROMPT = b"import "
 
@@ -160,12 +160,3 @@ def shard_options(job: Job, here: Rank) -> dict[str, Any]:
     """
     example = torch.empty(job.train.batch, job.gpt.sequence, dtype=torch.long, device="meta")
     return {"defragment": here.device.type == "cuda", **job.shard, "device": here.device, "example": (example, example)}
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return the optimizer's groups: matrices decay, biases and norms do not. Frozen parameters are in none."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]

@@ -23,7 +23,7 @@ from zeroshard.runtime import runtime_of
 from zeroshard.storage import background, output
 from zeroshard.storage.save import on_rank_zero
 from zeroshard.train.gpt import GPT
-from zeroshard.train.gpt_weights import load_weights, save_weights
+from zeroshard.train.gpt.weights import load_weights, save_weights
 
 CONFIG = ModelConfig(layers=3, hidden=32, heads=2, sequence=8, tied=False)
 LARGEST = 4 * 4 * 32 * 32  # bytes of a block's largest matrix

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config.job import ModelConfig
+from ...config.job import ModelConfig
 
 INIT_STD = 0.02  # GPT-2's
 

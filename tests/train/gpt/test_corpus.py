@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroshard.config.job import DataConfig
-from zeroshard.train.data import Corpus, is_held_out, text_files
+from zeroshard.train.gpt.corpus import Corpus, is_held_out, text_files
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,14 @@ from torch import Tensor
 import zeroshard
 from tests.matrix import slow
 from tests.ranks import on_ranks
-from tests.train.chats import VOCABULARY, make_model
+from tests.train.language.chats import VOCABULARY, make_model
 from zeroshard.config.finetune import FilesConfig, LanguageModelConfig
 from zeroshard.config.job import FinetuneConfig, Job
 from zeroshard.storage.format import CheckpointError
-from zeroshard.train.language_model import LanguageModel
-from zeroshard.train.language_task import computes_loss, keeps_apart
-from zeroshard.train.language_weights import earlier_result, folder_of, save_language_model
-from zeroshard.train.packing import IGNORED, Excerpt, Sequences
+from zeroshard.train.language.model import LanguageModel
+from zeroshard.train.language.packing import IGNORED, Excerpt, Sequences
+from zeroshard.train.language.task import computes_loss, keeps_apart
+from zeroshard.train.language.weights import earlier_result, folder_of, save_language_model
 
 CPU = torch.device("cpu")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zeroshard.train import token_loss
-from zeroshard.train.packing import IGNORED
-from zeroshard.train.token_loss import summed_loss
+from zeroshard.train.language import token_loss
+from zeroshard.train.language.packing import IGNORED
+from zeroshard.train.language.token_loss import summed_loss
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ import zeroshard
 from tests.ranks import on_ranks
 from zeroshard.config.job import ModelConfig
 from zeroshard.train.gpt import GPT
-from zeroshard.train.tensor_parallel import parallelise
+from zeroshard.train.gpt.tensor_parallel import parallelise
 
 
 def tokens(index: int, step: int = 0) -> torch.Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.train.chats import MARKED, TEMPLATE, VOCABULARY, make_tokenizer
-from zeroshard.train.documents import DataError, Document
-from zeroshard.train.encoding import Encoded, Encoder
+from tests.train.language.chats import MARKED, TEMPLATE, VOCABULARY, make_tokenizer
+from zeroshard.train.language.documents import DataError, Document
+from zeroshard.train.language.encoding import Encoded, Encoder
 
 CHAT = [
     {"role": "system", "content": "red"},

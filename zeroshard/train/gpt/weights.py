@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..config.job import ModelConfig
-from ..init.safetensors_file import Elements
-from ..init.weights import contents_of
-from ..storage.format import CheckpointError
-from ..storage.output import SHARD_BYTES, as_json
-from ..storage.output import WEIGHTS as LIKE_WEIGHTS
-from ..system.parse import parse_json, read_start
-from .gpt import GPT
-from .whole_weights import save_whole
+from ...config.job import ModelConfig
+from ...init.safetensors_file import Elements
+from ...init.weights import contents_of
+from ...storage.format import CheckpointError
+from ...storage.output import SHARD_BYTES, as_json
+from ...storage.output import WEIGHTS as LIKE_WEIGHTS
+from ...system.parse import parse_json, read_start
+from ..whole_weights import save_whole
+from .model import GPT
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .gpt import GPT
+from .model import GPT
 from .vocabulary import DividedLoss, PartOfLoss
 
 PLAN: dict[str, ParallelStyle] = {

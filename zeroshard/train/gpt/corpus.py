@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..config.job import DataConfig
+from ...config.job import DataConfig
 
 END_OF_FILE = b"\0"  # follows every file; no text contains it
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})  # differ from machine to machine

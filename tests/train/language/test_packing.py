@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.train.packing import IGNORED, Excerpt, Order, Sequences, divide, pack
+from zeroshard.train.language.packing import IGNORED, Excerpt, Order, Sequences, divide, pack
 
 
 def sequences(lengths: list[int], length: int) -> Sequences:

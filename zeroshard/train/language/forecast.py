@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.offload import Offload
-from ..config.options import Config
-from ..plan.advice import Row, Variant
-from ..plan.foresee import Foresight, Room, name_of
-from ..system.sizes import size_text
+from ...config.offload import Offload
+from ...config.options import Config
+from ...plan.advice import Row, Variant
+from ...plan.foresee import Foresight, Room, name_of
+from ...system.sizes import size_text
 
 MOST_TOKENS = 1 << 16
 """A larger micro-batch than this is no faster, and takes longer to trace."""

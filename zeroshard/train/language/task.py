@@ -6,7 +6,6 @@ beyond rounding.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,24 +16,23 @@ import torch.distributed as dist
 from rich.console import RenderableType
 from torch import Tensor, nn
 
-from ..comm.process_group import start_process_group
-from ..config.job import Job
-from ..plan import foresee
-from ..runtime import runtime_of
-from ..system.device import identity
-from .checkpoints import Origin
+from ...comm.process_group import start_process_group
+from ...config.job import Job
+from ...plan import foresee
+from ...runtime import runtime_of
+from ...system.device import device_ranks, local_ranks
+from ..checkpoints import Origin
+from ..rank import Rank
+from ..record import Record
+from ..task import mean, parameter_groups, shown
 from .dataset import Dataset, read_dataset
 from .encoding import Encoder
-from .finetune_views import closing_lines, plan_table
 from .forecast import Forecast, forecast
-from .gpt_task import parameter_groups
-from .language_model import LanguageModel
-from .language_weights import folder_of, save_language_model
+from .model import LanguageModel
 from .packing import Order, Packed, Sequences, divide
-from .rank import Rank
-from .record import Record
-from .task import mean, shown
 from .token_loss import summed_loss
+from .views import closing_lines, plan_table
+from .weights import folder_of, save_language_model
 
 PROBED = 8
 """Tokens of the two sequences that show whether attention crosses from one document to another."""
@@ -70,11 +68,8 @@ class LanguageTask:
         self._job = settled_steps(job, self._data, self._sequence)
         start_process_group(here.device)
         planned = self.build()
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", here.world))
-        sharing = local
-        if here.device.type == "cuda":
-            mine = identity(here.device)
-            sharing = _gathered(mine, here.world).count(mine)
+        local = local_ranks(here.world)
+        sharing = device_ranks(here.device, local, lambda mine: _gathered(mine, here.world))
         rooms = _gathered(foresee.room_of(planned, here.device, local_ranks=local, device_ranks=sharing), here.world)
         if here.rank == 0:
             self._forecast = plan_of(

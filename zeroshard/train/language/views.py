@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from ..record import Record
 from .forecast import Forecast
-from .record import Record
 
 KINDS = ("parameters", "gradients", "accumulators", "optimizer_states")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..system.words import quoted, word
+from ...system.words import quoted, word
 
 TEXT, LINES, PARQUET = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 SUFFIXES = (*TEXT, *LINES, *PARQUET)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.train.chats import VOCABULARY, chats, make_tokenizer, text, write_lines
+from tests.train.language.chats import VOCABULARY, chats, make_tokenizer, text, write_lines
 from zeroshard.config.finetune import FilesConfig
-from zeroshard.train.dataset import Dataset, read_dataset
-from zeroshard.train.documents import DataError
-from zeroshard.train.encoding import Encoder
+from zeroshard.train.language.dataset import Dataset, read_dataset
+from zeroshard.train.language.documents import DataError
+from zeroshard.train.language.encoding import Encoder
 
 
 def read(files: Path, cache: Path | None = None, *, share: float = 0.2, sequence: int = 32) -> Dataset:

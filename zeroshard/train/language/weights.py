@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from ..config.checks import DTYPES
-from ..config.job import Job
-from ..storage.format import CheckpointError
-from ..storage.output import SHARD_BYTES, WEIGHTS, as_json
-from .language_model import LanguageModel
-from .whole_weights import save_whole
+from ...config.checks import DTYPES
+from ...config.job import Job
+from ...storage.format import CheckpointError
+from ...storage.output import SHARD_BYTES, WEIGHTS, as_json
+from ..whole_weights import save_whole
+from .model import LanguageModel
 
 MODEL, ADAPTER = "model", "adapter"
 GENERATION = "generation_config.json"

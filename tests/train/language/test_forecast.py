@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.train.chats import make_model
+from tests.train.language.chats import make_model
 from zeroshard.config.finetune import LanguageModelConfig
 from zeroshard.plan.foresee import Room
-from zeroshard.train.forecast import Forecast, forecast
-from zeroshard.train.gpt_task import parameter_groups
-from zeroshard.train.language_model import LanguageModel
+from zeroshard.train.language.forecast import Forecast, forecast
+from zeroshard.train.language.model import LanguageModel
+from zeroshard.train.task import parameter_groups
 
 SEQUENCE = 128
 OPTIONS = {"precision": "bf16", "stage": "auto", "offload": "auto", "clip_grad_norm": 1.0}

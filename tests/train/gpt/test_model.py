@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zeroshard.config.job import ModelConfig
-from zeroshard.train.gpt import GPT, sample
+from zeroshard.train.gpt.model import GPT, sample
 
 SMALL = ModelConfig(layers=2, hidden=32, heads=2, sequence=16)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.train.documents import DataError, find_files, read_documents
+from zeroshard.train.language.documents import DataError, find_files, read_documents
 
 
 def told(file: Path, content: str | bytes) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.finetune import USUAL_SEQUENCE, LanguageModelConfig
-from ..init.weights import Weights, contents_of
-from ..system.words import quoted
+from ...config.finetune import USUAL_SEQUENCE, LanguageModelConfig
+from ...init.weights import Weights, contents_of
+from ...system.words import quoted
 from .token_loss import loss_function
 
 NEEDED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..config.finetune import FilesConfig
+from ...config.finetune import FilesConfig
 from .documents import DataError, find_files, read_documents
 from .encoding import Encoder
 from .packing import IGNORED, Excerpt, Sequences

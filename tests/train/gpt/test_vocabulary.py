@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.ranks import on_ranks
-from zeroshard.train.vocabulary import IGNORED, DividedLoss
+from zeroshard.train.gpt.vocabulary import IGNORED, DividedLoss
 
 
 @pytest.mark.parametrize("vocabulary", [64, 19, 5])  # evenly, unevenly, and nothing left for the last rank
