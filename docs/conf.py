@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import from_code  # noqa: E402
+from from_code.project import relinked  # noqa: E402
 
 import zeroshard  # noqa: E402
 
@@ -37,7 +38,8 @@ highlight_language = "text"
 
 
 def _write_from_code(app: Any, name: str, source: list[str]) -> None:
-    source[0] = from_code.filled(source[0])
+    page = Path(app.srcdir) / f"{name}.md"
+    source[0] = relinked(from_code.filled(source[0]), page, page)
 
 
 def setup(app: Any) -> None:

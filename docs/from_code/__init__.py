@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from . import checkpoint, commands, machines, options, presets
+from . import checkpoint, commands, machines, options, presets, project
 
 WRITERS = {
     "options": options.write,
@@ -20,6 +20,7 @@ WRITERS = {
     "checkpoint-kinds": checkpoint.write_kinds,
     "checkpoint-files": checkpoint.write_files,
     "presets": presets.write,
+    "page": project.write,
 }
 ASKED = re.compile(r"^<!-- from code: (.+?) -->$", re.MULTILINE)
 

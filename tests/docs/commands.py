@@ -37,7 +37,7 @@ def check_zeroshard(arguments: Sequence[str]) -> None:
     found = parser().parse_args(arguments)
     model = getattr(found, "model", None)
     if found.command == "plan" and model is not None:
-        assert model in presets() or "/" in model or ":" in model, f"{model} is no preset"
+        assert model in {*presets(), *YOURS} or "/" in model or ":" in model, f"{model} is no preset"
     config = getattr(found, "config", None)
     if config is None or found.command == "export":
         return

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from from_code import filled
+from from_code import filled, project
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -81,14 +81,14 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """The README and every page of the documentation."""
-    return [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
+    """The README and every page of the documentation, without the copies of pages that stand elsewhere."""
+    written = [page for page in DOCS.rglob("*.md") if not {"_build", "project"} & set(page.parts)]
+    return [ROOT / "README.md", *sorted(written)]
 
 
 def all_pages() -> list[Path]:
     """Every page of the project, also those whose code belongs to other tests."""
-    others = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "benchmarks/RESULTS.md")
-    return [*pages(), *(ROOT / other for other in others)]
+    return [*pages(), *(ROOT / other for other in project.PAGES)]
 
 
 @cache

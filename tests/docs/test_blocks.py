@@ -22,7 +22,7 @@ from zeroshard.config.job import job_of
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """The environment of one rank, for programs that start a process group or a mesh by themselves."""
-TIMEOUT = 180
+TIMEOUT = 300  # DeepSpeed builds its CPU optimizer when it is first used
 SECTIONS = ("Config", "Offload", "Activations", "Precision", "LossScale")
 
 
