@@ -4,6 +4,8 @@
     PYTHONPATH=. python benchmarks/offload_step.py --only "16-bit states" "half on the host"
     PYTHONPATH=. python benchmarks/offload_step.py --device cpu                           # tries it with a tiny model
 
+With ``--out docs/pictures/data/speed.json``, ``python -m docs.pictures.draw`` makes a picture of it.
+
 A step is timed from one ``optimizer.step()`` to the next over several steps, so an update that runs behind the next
 forward is paid for. Peak memory is what torch allocated on the device; host memory is the process's resident set.
 
@@ -22,6 +24,9 @@ import json
 import math
 import multiprocessing
 import os
+import shlex
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -277,6 +282,15 @@ def _resident() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
 
 
+def commit() -> str | None:
+    """What this checkout is; None where git does not know."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
 # -- the command --------------------------------------------------------------------------------------------------
 
 
@@ -349,7 +363,8 @@ def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", args.device)
     begin, size = time.monotonic(), config_of(args).parameters / 1e9
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"{where}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}, Ψ = {size:.3f}B", flush=True)
+    machine = f"{where}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
+    print(f"{machine}, Ψ = {size:.3f}B", flush=True)
     results: list[Result] = []
     notes: dict[str, str] = {}
     for number, variant in enumerate(PEERS_OF_OFFLOAD):
@@ -364,8 +379,14 @@ def main() -> None:
                 results.append(result)
                 print(described(result), flush=True)
     print(table_of(results, notes), f"{time.monotonic() - begin:.0f} s in all", sep="\n")
+    report = {
+        "about": {"command": shlex.join(["python", *sys.argv]), "machine": machine, "commit": commit()},
+        "model": f"GPT of {size:.2f}B parameters, {args.layers} layers, sequences of {args.sequence} tokens",
+        "results": [asdict(result) for result in results],
+        "left out": notes,
+    }
     with open(args.out, "w") as file:
-        json.dump({"results": [asdict(result) for result in results], "left out": notes}, file, indent=1)
+        json.dump(report, file, indent=1)
 
 
 if __name__ == "__main__":

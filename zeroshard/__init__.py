@@ -27,7 +27,7 @@ from .storage.load import load
 from .storage.save import save
 from .system.trace import Trace, trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Activations",

@@ -32,6 +32,9 @@ def test_variants_take_their_turns_with_each_batch_and_missing_peers_are_named(t
     found = [(result["name"], result["batch"]) for result in report["results"]]
     assert found == [(name, batch) for name in names[:3] for batch in (2, 4)]
     assert list(report["left out"]) == names[3:]
+    assert "--device cpu" in report["about"]["command"]
+    assert report["about"]["machine"].startswith("CPU, ")
+    assert report["model"].startswith("GPT of 0.00B parameters, 2 layers")
     assert all(result["seconds"] > 0 for result in report["results"])
     for name in names:
         assert f"| {name} |" in done.stdout

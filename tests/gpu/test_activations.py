@@ -138,6 +138,7 @@ def steps_of_deep(options: Activations, steps: int, batch: int = 16, **more: Any
 def test_auto_keeps_as_many_blocks_as_a_cap_has_room_for(foreseen: bool) -> None:
     """By what the second step measures, or by the plan. It does not run out of memory, and changes no bit."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order
     whole = torch.cuda.get_device_properties(0).total_memory
     try:
         torch.cuda.empty_cache()
@@ -153,7 +154,7 @@ def test_auto_keeps_as_many_blocks_as_a_cap_has_room_for(foreseen: bool) -> None
         gc.collect()
         torch.cuda.empty_cache()
         assert half > every
-        cap = int((half + (half - every) / 3) / 0.96)
+        cap = int((half + (half - every) / 3) / 0.92)
         torch.cuda.set_per_process_memory_fraction(cap / whole)
         tokens = torch.zeros(16, 512, dtype=torch.long, device="meta")
         more = {"example": (tokens, tokens)} if foreseen else {}
@@ -166,4 +167,5 @@ def test_auto_keeps_as_many_blocks_as_a_cap_has_room_for(foreseen: bool) -> None
             assert 3 <= seen.recomputed_blocks <= 8, seen.recompute_reason
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.backends.cuda.enable_cudnn_sdp(True)
         torch.use_deterministic_algorithms(False)

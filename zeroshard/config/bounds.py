@@ -29,3 +29,7 @@ FIRST_ELEMENTS = 16 << 20
 FRAGMENTS = 0.04
 """Share of a device that stays unused, because torch's caching allocator loses about so much to fragments: memory that
 is free, but in pieces that are too small."""
+
+KEPT_FRAGMENTS = 0.08
+"""As ``FRAGMENTS``, for blocks that keep their activations to fill a device without expandable segments. A model of 14
+billion parameters lost 7% of 140 GiB in this way."""

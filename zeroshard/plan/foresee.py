@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from ..comm.parallel import local
+from ..config.bounds import FRAGMENTS
 from ..config.offload import Offload, OffloadChoice
 from ..config.options import Config
 from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
 from ..offload.place import DEVICE_SHARE
-from ..recompute.choice import Sizes, said, sizes_of
+from ..recompute.choice import Sizes, fragments, said, sizes_of
 from ..system import machine as facts
 from ..system.device import available_memory
 from ..system.sizes import size_text
@@ -149,6 +150,7 @@ class Foresight:
         # The plan is not exact, so as after a measured step one block more than are kept must fit.
         none = replace(row, setup=replace(setup, checkpointing=False, activations=None))
         spare = max(0.0, row.room - none.room) / row.traced.blocks
+        spare += (fragments(not self.room.on_cpu) - FRAGMENTS) * self.room.device
         return with_fewest_recomputed(row, lambda other: self.fits(other) and other.room >= spare)
 
     def fits(self, row: Row) -> bool:

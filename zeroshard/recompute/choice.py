@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..config.bounds import FRAGMENTS
+from ..config.bounds import FRAGMENTS, KEPT_FRAGMENTS
 from ..system import compat, device
 from ..system.sizes import size_text
 from ..system.structures import tensors_in
@@ -36,6 +36,11 @@ Sizes = tuple[tuple[int, ...], ...]
 def sizes_of(inputs: object) -> Sizes:
     """The shapes of all tensors that a model is given."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
+
+
+def fragments(on_gpu: bool) -> float:
+    """The share of a device that kept activations leave unused, because free memory is in pieces that are too small."""
+    return KEPT_FRAGMENTS if on_gpu and torch.cuda.is_available() and not compat.segments_expand() else FRAGMENTS
 
 
 class Load(NamedTuple):
@@ -200,7 +205,7 @@ class Choice:
     def _room(self) -> float:
         """The largest peak that may be planned for."""
         there = device.used_memory(self._device) + device.available_memory(self._device, self._sharing)
-        return there * (1 - FRAGMENTS)
+        return there * (1 - fragments(self._device.type == "cuda"))
 
     def settle(self, agreed: int) -> str | None:
         """Takes the largest vote of all ranks. Returns a message if that decides something new."""
