@@ -1,245 +1,217 @@
-"""Draws the pictures of the explanation. ``python docs/pictures/explain.py`` writes them beside this file.
+"""Draws the pictures of the explanation: they show an order or a rule, and nothing measured.
 
-Each picture is a small SVG that is readable on a light and on a dark page: it brings its own background, and follows
-the reader's colour scheme. The timelines are computed below, with invented durations: they show an order.
+python -m docs.pictures.explain     # from the root of the repository
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from xml.sax.saxutils import escape
+from collections.abc import Mapping, Sequence
 
-FOLDER = Path(__file__).parent
-STYLE = """
-  .page { fill: #ffffff } text { fill: #1f2328; font: 13px sans-serif } .small { font-size: 11px }
-  .head { font-weight: bold }
-  .faint { fill: #656d76 } .line { stroke: #8c959f; fill: none } .empty { fill: #eaeef2; stroke: #8c959f }
-  .device { fill: #54aeff; stroke: #0969da } .host { fill: #ffb77c; stroke: #bc4c00 }
-  .copy { fill: #b1e5b8; stroke: #1a7f37 } .wire { fill: #d8b9ff; stroke: #8250df } .bar { fill: #1f2328 }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #0d1117 } text { fill: #e6edf3 } .faint { fill: #9198a1 } .line { stroke: #656d76 }
-    .empty { fill: #21262d; stroke: #656d76 } .device { fill: #1f4e8c; stroke: #58a6ff }
-    .host { fill: #7a3d12; stroke: #f0883e } .copy { fill: #1f5c2e; stroke: #56d364 }
-    .wire { fill: #4c2a85; stroke: #bc8cff } .bar { fill: #e6edf3 }
-  }
-"""
+from docs.pictures.data import HERE
+from docs.pictures.svg import MARGIN, WIDTH, Drawing, paragraph_height
+from zeroshard.config.offload import Offload
+from zeroshard.config.table import AtRest, Extent, Place, StateTable, state_table
+
+COLOURS = {Place.DEVICE: "sky", Place.HOST: "orange"}
+TEXT = 12
 
 
-class Picture:
-    """An SVG that grows as things are drawn on it."""
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.parts: list[str] = []
-        self.width = self.height = 0.0
-
-    def _grow(self, right: float, bottom: float) -> None:
-        self.width, self.height = max(self.width, right), max(self.height, bottom)
-
-    def box(self, x: float, y: float, width: float, height: float, kind: str, text: str = "") -> None:
-        """A box with a text in its middle."""
-        self.parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2"/>')
-        self._grow(x + width, y + height)
-        if text:
-            self.text(x + width / 2, y + height / 2 + 4, text, "small", anchor="middle")
-
-    def text(self, x: float, y: float, text: str, kind: str = "", *, anchor: str = "start") -> None:
-        """A line of text. `y` is its foot."""
-        self.parts.append(f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>')
-        if anchor == "start":
-            self._grow(x + 6.4 * len(text), y)
-
-    def arrow(self, x: float, y: float, length: float) -> None:
-        """A short arrow to the right."""
-        end = x + length
-        self.parts.append(f'<path class="line" d="M{x:g} {y:g} H{end:g} m-4 -3 l4 3 l-4 3"/>')
-        self._grow(end, y)
-
-    def svg(self) -> str:
-        """The whole file."""
-        width, height = self.width + 12, self.height + 14
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-            f'height="{height:g}" role="img" aria-label="{escape(self.title)}">\n<title>{escape(self.title)}</title>\n'
-            f'<style>{STYLE}</style>\n<rect class="page" width="100%" height="100%" rx="6"/>\n'
-            + "\n".join(self.parts)
-            + "\n</svg>\n"
-        )
+def labelled(drawing: Drawing, x: float, y: float, width: float, height: float, colour: str, words: str) -> None:
+    """A box with words in its middle."""
+    drawing.box(x, y, width, height, colour)
+    drawing.text(x + width / 2, y + height / 2 + 4, words, "label", size=TEXT, anchor="middle")
 
 
 # -- the one idea -----------------------------------------------------------------------------------------------------
 
 RANKS = 4
-SETTINGS = (
-    ("stage 0", ("whole", "whole", "whole"), ("device", "device", "device")),
-    ("stage 1", ("shard", "whole", "whole"), ("device", "device", "device")),
-    ("stage 2", ("shard", "shard", "whole"), ("device", "device", "device")),
-    ("stage 3", ("shard", "shard", "shard"), ("device", "device", "device")),
-    ("stage 2, offload", ("shard", "shard", "whole"), ("host", "host", "device")),
-    ("stage 3, all on the host", ("shard", "shard", "shard"), ("host", "host", "host")),
-)
-"""For each setting the extent and the place of optimizer states, gradients and parameters."""
-KINDS = ("optimizer states", "gradients", "parameters")
+SETTINGS: Mapping[str, StateTable] = {
+    "stage 0": state_table(0, RANKS),
+    "stage 1": state_table(1, RANKS),
+    "stage 2": state_table(2, RANKS),
+    "stage 3": state_table(3, RANKS),
+    "2, offload": state_table(2, RANKS, Offload()),
+    "3, all on host": state_table(3, RANKS, Offload(parameters="cpu")),
+}
+STATES = ("optimizer", "gradients", "parameters")
 
 
-def extents_and_places() -> Picture:
-    """What the first of four ranks stores between two steps, and where."""
-    picture = Picture("What one of four ranks stores in each stage, and where")
-    left, top, column, row, part = 130, 50, 150, 34, 28
-    for line, kind in enumerate(KINDS):
-        picture.text(12, top + line * row + 17, kind)
-    for number, (title, extents, places) in enumerate(SETTINGS):
+def extents_and_places() -> Drawing:
+    """What the first of four ranks stores between two steps, and where, by the table that the runtime consults."""
+    note = f"Each box is a quarter of the elements. The picture is of rank 0 of {RANKS}."
+    title = "What one rank stores between two steps"
+    said = "; ".join(f"{name}: {', '.join(_in_words(table))}" for name, table in SETTINGS.items())
+    drawing = Drawing(182 + paragraph_height(note), title, f"{said}. {note}")
+    left, top, column, row, part = 112, 62, 98, 30, 20
+    for number, (name, table) in enumerate(SETTINGS.items()):
         x = left + number * column
-        picture.text(x, 34, title, "head" if len(title) < 20 else "head small")
-        for line, (extent, place) in enumerate(zip(extents, places, strict=True)):
-            for rank in range(RANKS):
-                held = extent == "whole" or rank == 0
-                picture.box(x + rank * part, top + line * row, part - 2, 24, place if held else "empty")
-    foot = top + 3 * row + 22
-    for x, kind, words in (
-        (12, "device", "on the device"),
-        (130, "host", "in host memory"),
-        (260, "empty", "on other ranks"),
-    ):
-        picture.box(x, foot - 11, 14, 12, kind)
-        picture.text(x + 20, foot, words, "small")
-    picture.text(400, foot, "Each box is a quarter of the elements. The picture is of rank 0 of 4.", "small faint")
-    return picture
+        drawing.text(x, 46, name, size=TEXT, bold=True)
+        for line, state in enumerate(STATES):
+            if number == 0:
+                drawing.text(
+                    MARGIN, top + line * row + 16, {"optimizer": "optimizer states"}.get(state, state), size=TEXT
+                )
+            _row(drawing, x, top + line * row, part, getattr(table, state))
+    drawing.legend(168, {"on the device": "sky", "in host memory": "orange", "on other ranks": "faint"}, MARGIN)
+    drawing.text(MARGIN, 24, title, bold=True)
+    drawing.paragraph(190, note)
+    return drawing
+
+
+def _row(drawing: Drawing, x: float, y: float, part: float, state: AtRest) -> None:
+    for rank in range(RANKS):
+        held = state.extent is Extent.WHOLE or rank == 0
+        drawing.box(x + rank * part, y, part - 2, 22, COLOURS[state.place] if held else "faint")
+
+
+def _in_words(table: StateTable) -> list[str]:
+    return [
+        f"{state} {getattr(table, state).extent.value} on the {getattr(table, state).place.value}" for state in STATES
+    ]
 
 
 # -- the life of a unit -----------------------------------------------------------------------------------------------
 
 STEPS = ("gather", "forward", "release", "gather", "backward", "reduce", "stash", "update", "publish")
-NOTHING_TO_DO = {0: {0, 2, 3, 8}, 1: {0, 2, 3}, 2: {0, 2, 3}, 3: {8}}
-"""For each stage, the steps in which nothing happens."""
-NOTES = {
-    0: ("", "", "", "", "", "all-reduce", "whole", "whole", ""),
-    1: ("", "", "", "", "", "scatter", "shard", "shard", "all-gather"),
-    2: ("", "", "", "", "", "scatter", "shard", "shard", "all-gather"),
-    3: ("all-gather", "", "", "all-gather", "", "scatter", "shard", "shard", ""),
+COMMUNICATES = ("gather", "reduce", "publish")
+DOES: Mapping[int, Sequence[str]] = {
+    0: ("", "runs", "", "", "runs", "all-red.", "whole", "whole", ""),
+    1: ("", "runs", "", "", "runs", "scatter", "shard", "shard", "gather"),
+    2: ("", "runs", "", "", "runs", "scatter", "shard", "shard", "gather"),
+    3: ("gather", "runs", "frees", "gather", "runs", "scatter", "shard", "shard", ""),
 }
-"""What happens in each step of each stage, in a word."""
-COLOURS = {"gather": "wire", "reduce": "wire", "publish": "wire", "release": "copy", "stash": "copy", "update": "host"}
+"""For each stage what happens in each step, in a word. Nothing: the step has nothing to do."""
 
 
-def life_of_a_unit() -> Picture:
+def life_of_a_unit() -> Drawing:
     """The nine steps, and in which stage each of them has something to do."""
-    picture = Picture("The life of a unit in one step, and which parts of it each stage needs")
-    width, gap, left = 72, 14, 80
+    title = "The life of a unit in one step"
+    note = (
+        "An empty box: nothing to do. Green: the ranks communicate. "
+        "all-red. is an all-reduce, scatter a reduce-scatter."
+    )
+    said = "; ".join(
+        f"stage {stage}: {', '.join(step for step, what in zip(STEPS, done, strict=True) if what)}"
+        for stage, done in DOES.items()
+    )
+    drawing = Drawing(222 + paragraph_height(note), title, f"{said}. {note}")
+    drawing.text(MARGIN, 24, title, bold=True)
+    left, width, gap = 74, 64, 4
     for number, step in enumerate(STEPS):
         x = left + number * (width + gap)
-        picture.box(x, 16, width, 28, COLOURS.get(step, "device"), step)
-        if number:
-            picture.arrow(x - gap + 2, 30, gap - 4)
-    for stage in range(4):
-        y = 62 + stage * 30
-        picture.text(12, y + 16, f"stage {stage}")
-        for number in range(len(STEPS)):
-            x = left + number * (width + gap)
-            idle = number in NOTHING_TO_DO[stage]
-            picture.box(
-                x, y, width, 22, "empty" if idle else COLOURS.get(STEPS[number], "device"), NOTES[stage][number]
-            )
-    picture.text(12, 62 + 4 * 30 + 14, "Grey: nothing to do. Violet: the ranks communicate.", "small faint")
-    return picture
+        drawing.text(x + width / 2, 56, step, size=TEXT, anchor="middle", bold=True)
+        for stage, done in DOES.items():
+            y = 68 + stage * 34
+            if number == 0:
+                drawing.text(MARGIN, y + 18, f"stage {stage}", size=TEXT)
+            colour = "mint" if step in COMMUNICATES else "sky"
+            labelled(drawing, x, y, width, 26, colour if done[number] else "faint", done[number])
+    drawing.paragraph(222, note)
+    return drawing
 
 
 # -- timelines --------------------------------------------------------------------------------------------------------
 
 Span = tuple[float, float, str]
+"""Begin, end and name of a piece of work. The durations are invented."""
 
 
-def pipeline(units: int) -> dict[str, list[Span]]:
-    """One offloaded step and the next forward: spans of each lane, in arbitrary units of time."""
-    forward, backward, copy, update = 1.0, 2.0, 0.7, 1.5
-    lanes: dict[str, list[Span]] = {"GPU": [], "to the host": [], "host update": [], "to the device": []}
-    now = 0.0
-    for unit in range(units):
-        lanes["GPU"].append((now, now + forward, f"F{unit + 1}"))
+def offloaded_step(units: int = 4) -> dict[str, list[Span]]:
+    """One offloaded step and the next forward."""
+    forward, backward, copy, update = 1.0, 2.0, 0.8, 1.6
+    gpu: list[Span] = []
+    down: list[Span] = []
+    host: list[Span] = []
+    up: list[Span] = []
+    now = wire = 0.0
+    for unit in range(1, units + 1):
+        gpu.append((now, now + forward, f"F{unit}"))
         now += forward
-    landed, wire = {}, 0.0
-    for unit in reversed(range(units)):
-        lanes["GPU"].append((now, now + backward, f"B{unit + 1}"))
+    for unit in range(units, 0, -1):
+        gpu.append((now, now + backward, f"B{unit}"))
         now += backward
-        start = max(now, wire)
-        wire = start + copy
-        lanes["to the host"].append((start, wire, f"g{unit + 1}"))
-        landed[unit] = wire
-    host = up = max(landed.values())  # the norm needs all gradients
-    gpu = now
-    for unit in range(units):
-        begin = host
-        host += update
-        lanes["host update"].append((begin, host, f"U{unit + 1}"))
-        up = max(up, host)
-        lanes["to the device"].append((up, up + copy, f"p{unit + 1}"))
-        up += copy
-        gpu = max(gpu, up)
-        lanes["GPU"].append((gpu, gpu + forward, f"F{unit + 1}"))
-        gpu += forward
-    return lanes
+        begin = max(now, wire)
+        wire = begin + copy
+        down.append((begin, wire, f"g{unit}"))
+    begin = free = wire  # clipping needs the norm of all gradients
+    for unit in range(1, units + 1):  # in the order of the next forward
+        host.append((begin, begin + update, f"U{unit}"))
+        begin += update
+        free = max(free, begin) + copy
+        up.append((free - copy, free, f"p{unit}"))
+        now = max(now, free)
+        gpu.append((now, now + forward, f"F{unit}"))
+        now += forward
+    return {"GPU": gpu, "to the host": down, "host update": host, "to the device": up}
 
 
-def delayed() -> dict[str, list[Span]]:
-    """Three steps without delay, then three with it: spans of each lane."""
+def delayed_steps() -> dict[str, list[Span]]:
+    """Three steps without the delay, and three with it."""
     compute, update = 3.0, 2.5
-    plain_gpu, plain_host, late_gpu, late_host = [], [], [], []
-    now = 0.0
-    for step in range(1, 4):
-        plain_gpu.append((now, now + compute, f"F{step} B{step}"))
-        plain_host.append((now + compute, now + compute + update, f"U{step}"))
-        now += compute + update
-    now = free = 0.0
-    for step in range(1, 4):
-        late_gpu.append((now, now + compute, f"F{step} B{step}"))
-        now += compute
-        begin = max(now, free)
-        free = begin + update
-        late_host.append((begin, free, f"U{step}"))
-    return {"GPU": plain_gpu, "host": plain_host, "GPU, delayed": late_gpu, "host, delayed": late_host}
+    plain: tuple[list[Span], list[Span]] = ([], [])
+    late: tuple[list[Span], list[Span]] = ([], [])
+    for step in range(3):
+        begin = step * (compute + update)
+        plain[0].append((begin, begin + compute, f"F{step + 1} B{step + 1}"))
+        plain[1].append((begin + compute, begin + compute + update, f"U{step + 1}"))
+        late[0].append((step * compute, (step + 1) * compute, f"F{step + 1} B{step + 1}"))
+        late[1].append(((step + 1) * compute, (step + 1) * compute + update, f"U{step + 1}"))
+    return {"GPU": plain[0], "host": plain[1], "GPU, delayed": late[0], "host, delayed": late[1]}
 
 
-LANE_COLOURS = {"GPU": "device", "host": "host", "host update": "host", "to the host": "copy", "to the device": "copy"}
+LANES = {"GPU": "sky", "host": "orange", "host update": "orange", "to the host": "mint", "to the device": "mint"}
 
 
-def timeline(title: str, lanes: dict[str, list[Span]], scale: float, note: str) -> Picture:
-    """A row for each lane, with its spans."""
-    picture = Picture(title)
-    left, y = 120, 16
-    for lane, spans in lanes.items():
-        picture.text(12, y + 17, lane)
-        kind = LANE_COLOURS[lane.removesuffix(", delayed")]
-        for start, stop, text in spans:
-            picture.box(left + start * scale, y, (stop - start) * scale - 2, 24, kind, text)
-        y += 34
-    picture.text(12, y + 10, note, "small faint")
-    return picture
+def timeline(title: str, lanes: Mapping[str, Sequence[Span]], note: str) -> Drawing:
+    """A row for each lane, with its pieces of work."""
+    left, top, row = 118.0, 42.0, 34.0
+    scale = (WIDTH - MARGIN - left) / max(stop for spans in lanes.values() for _, stop, _ in spans)
+    foot = top + len(lanes) * row + 16
+    said = "; ".join(f"{lane}: {', '.join(name for _, _, name in spans)}" for lane, spans in lanes.items())
+    drawing = Drawing(foot + paragraph_height(note), title, f"{said}. {note}")
+    drawing.text(MARGIN, 24, title, bold=True)
+    for number, (lane, spans) in enumerate(lanes.items()):
+        y = top + number * row
+        drawing.text(MARGIN, y + 18, lane, size=TEXT)
+        for begin, end, name in spans:
+            colour = LANES[lane.removesuffix(", delayed")]
+            labelled(drawing, left + begin * scale, y, (end - begin) * scale - 1, 26, colour, name)
+    drawing.paragraph(foot, note)
+    return drawing
 
 
-PICTURES: dict[str, Callable[[], Picture]] = {
+def offload_pipeline() -> Drawing:
+    """What the GPU, the copies and the host do when."""
+    return timeline(
+        "One offloaded step, and the next forward",
+        offloaded_step(),
+        "F forward, B backward, g gradient, U update and p parameters of units 1 to 4. Updates follow in the order of "
+        "the next forward, and each of its units waits for its own parameters alone.",
+    )
+
+
+def delayed_update() -> Drawing:
+    """Three steps without and with the delay."""
+    return timeline(
+        "Three steps without and with the delayed update",
+        delayed_steps(),
+        "F forward, B backward, U update of steps 1 to 3. With the delay F3 runs on the parameters that U1 made, while "
+        "U2 goes on.",
+    )
+
+
+PICTURES = {
     "extents_and_places": extents_and_places,
     "life_of_a_unit": life_of_a_unit,
-    "offload_pipeline": lambda: timeline(
-        "One offloaded step and the beginning of the next: what the GPU, the copies and the host do when",
-        pipeline(4),
-        28,
-        "F forward, B backward, g gradient, U update, p parameters of unit 1 to 4. The next forward begins with unit 1 "
-        "as soon as its parameters are there.",
-    ),
-    "delayed_update": lambda: timeline(
-        "Three steps without and with the delayed update",
-        delayed(),
-        44,
-        "F forward, B backward, U update of step 1 to 3. Delayed: F3 runs on the parameters of U1, while U2 goes on.",
-    ),
+    "offload_pipeline": offload_pipeline,
+    "delayed_update": delayed_update,
 }
 
 
 def main() -> None:
-    """Write all pictures."""
-    for name, draw in PICTURES.items():
-        (FOLDER / f"{name}.svg").write_text(draw().svg())
+    """Writes every picture beside this file."""
+    for name, picture in PICTURES.items():
+        (HERE / f"{name}.svg").write_text(str(picture()))
 
 
 if __name__ == "__main__":
