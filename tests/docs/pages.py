@@ -13,8 +13,8 @@ The language of a block decides how it is checked, and comments right above the 
 Comments above a `python` or `diff` block: `<!-- given: model, batch -->` (names that `given.py` defines first),
 `<!-- continued -->` (the program goes on from the one before), `<!-- ranks: 2 -->` (started by torchrun), and
 `<!-- raises: words -->` (it ends with an error that has these words). Above a `bash` block, `<!-- continued -->` runs
-the program before it first, in the same folder. `<!-- output of COMMAND, where -->` is for output of what runs too long,
-or needs a GPU: the command is checked. Another language or comment is an error, so nothing is skipped in silence.
+the program before it first, in the same folder. `<!-- output of COMMAND, where -->` is for output of what runs too
+long, or needs a GPU: the command is checked. Another language or comment is an error: nothing is skipped in silence.
 """
 
 from __future__ import annotations
