@@ -110,7 +110,20 @@ def _type(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
         assert isinstance(annotation.slice, ast.Tuple)
         annotation = annotation.slice.elts[0]
-    return ast.unparse(annotation)
+    return ast.unparse(_Choices().visit(annotation))
+
+
+class _Choices(ast.NodeTransformer):
+    """Writes `Literal["a", "b"]` as `"a" | "b"`."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:  # a name of ast
+        if ast.unparse(node.value) != "Literal":
+            return node
+        choices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        joined = choices[0]
+        for choice in choices[1:]:
+            joined = ast.BinOp(joined, ast.BitOr(), choice)
+        return joined
 
 
 def _default(kind: type, name: str, value: ast.expr | None) -> str | None:

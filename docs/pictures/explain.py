@@ -42,7 +42,7 @@ def extents_and_places() -> Drawing:
     title = "What one rank stores between two steps"
     said = "; ".join(f"{name}: {', '.join(_in_words(table))}" for name, table in SETTINGS.items())
     drawing = Drawing(182 + paragraph_height(note), title, f"{said}. {note}")
-    left, top, column, row, part = 112, 62, 98, 30, 20
+    left, top, column, row, part = 124, 62, 96, 30, 20
     for number, (name, table) in enumerate(SETTINGS.items()):
         x = left + number * column
         drawing.text(x, 46, name, size=TEXT, bold=True)
