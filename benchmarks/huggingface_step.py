@@ -18,6 +18,7 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -121,15 +122,22 @@ def train(args: argparse.Namespace) -> Result:
     )
     ready = time.perf_counter() - begin
     tokens = torch.randint(0, config.vocab_size, (args.batch, args.sequence), device=device)
+
+    def step() -> float:
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
     times, loss = [], 0.0
     for _ in range(SETTLED + args.steps):
         begin = time.perf_counter()
-        result = model(input_ids=tokens, labels=tokens)
-        result.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = result.loss.item()
+        loss = step()
         times.append(time.perf_counter() - begin)
+    with zeroshard.trace(args.trace) if args.trace else nullcontext():
+        for _ in range(2 if args.trace else 0):
+            step()
     zeroshard.synchronize(model)
     seconds, size = sum(times[SETTLED:]) / args.steps, args.batch * args.sequence
     matrices = parameters - config.vocab_size * config.hidden_size  # the embedding is a look-up
@@ -168,6 +176,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--way", choices=WAYS, help="run this one here, and print its result as JSON")
+    parser.add_argument("--trace", help="write a trace of two more steps to this file; of the last way, if several")
     parser.add_argument("--out", help="write all results to this file")
     args = parser.parse_args()
     if args.way:

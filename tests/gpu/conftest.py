@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch demands it of tests that forbid all else
 
 PATIENCE = 5.0
 """Seconds until a thread must have seen that its model is gone. A failed test's model is not."""

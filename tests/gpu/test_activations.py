@@ -137,8 +137,8 @@ def steps_of_deep(options: Activations, steps: int, batch: int = 16, **more: Any
 @pytest.mark.parametrize("foreseen", [False, True])
 def test_auto_keeps_as_many_blocks_as_a_cap_has_room_for(foreseen: bool) -> None:
     """By what the second step measures, or by the plan. It does not run out of memory, and changes no bit."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order
+    torch.use_deterministic_algorithms(True)  # a warning alone would leave attention free to add in any order
+    torch.backends.cuda.enable_cudnn_sdp(False)
     whole = torch.cuda.get_device_properties(0).total_memory
     try:
         torch.cuda.empty_cache()

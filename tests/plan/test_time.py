@@ -110,6 +110,20 @@ def test_forward_overlaps_with_the_hosts_update_and_a_delayed_update_with_the_wh
     assert offloaded(delayed_update_after=0) == pytest.approx(there.total - there.update, rel=0.03)
 
 
+def test_few_threads_bound_the_hosts_update_by_their_arithmetic() -> None:
+    def update(threads: int | None, moments: Any = "8bit") -> float:
+        host = replace(load("h200").host, cores=8 * 16, update_fp32=1e-9, update_8bit=4e-9)
+        setup = Setup(stage=2, world=1, batch=32, offload=Offload(moments=moments, threads=threads))
+        work = work_of(UNTIED, setup)
+        seconds = sum(UnitCosts(work, setup, replace(H200, host=host)).host_update)
+        return seconds / sum(work.trained)
+
+    assert update(4) == pytest.approx(2 * update(8))
+    assert update(None) == update(16) == pytest.approx(4e-9 / 16, rel=0.02)
+    assert update(16, torch.float32) < update(4, torch.float32), "four threads cannot use all of the memory's bandwidth"
+    assert update(16, torch.float32) == update(None, torch.float32) == update(12, torch.float32), "memory is the bound"
+
+
 def test_states_that_stay_on_the_device_leave_the_host_less_to_do() -> None:
     half = times(H200, UNTIED, world=1, offload=Offload(host_fraction=0.5)).total
     assert times(H200, UNTIED, world=1).total < half < times(H200, UNTIED, world=1, offload=Offload()).total

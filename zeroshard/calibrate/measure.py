@@ -15,7 +15,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from .update_probe import UPDATE_BYTES, BusyHost, UpdateProbe
 
 HOST_PARAMETERS = 48 << 20
 """Parameters in one update of the host: 0.7 GB of states, more than fits into a cache."""
+THREAD_PARAMETERS = 4 << 20
+"""Parameters in one update of one thread."""
 COPY_BYTES = 256 << 20
 """Bytes of one copy between host and device."""
 MESSAGE_BYTES = 64 << 20
@@ -145,7 +147,19 @@ def _measure_host(update: UpdateProbe, busy_host: BusyHost) -> dict[str, float]:
         "host.bandwidth": _processes_here() * HOST_PARAMETERS * UPDATE_BYTES / seconds,
         "host.memory": float(facts.usable_memory()),
         "host.sockets": 1,
+        "host.cores": _processes_here() * update.threads,
+        **(_measure_thread() if update.is_native else {}),
     }
+
+
+def _measure_thread() -> dict[str, float]:
+    """The update kernel on one thread of every rank, with each kind of moments."""
+    cpu, found = torch.device("cpu"), {}
+    kinds: dict[str, torch.dtype | Literal["8bit"]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
+    for key, moments in kinds.items():
+        with UpdateProbe(cpu, THREAD_PARAMETERS, moments, threads=1) as alone:
+            found[f"host.update_{key}"] = seconds_of(alone.run, cpu) / THREAD_PARAMETERS
+    return found
 
 
 def _measure_copies(device: torch.device) -> dict[str, float]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import Literal
 
 import torch
 
 from ..config.offload import Offload
+from ..offload.codes import TILE
 from ..offload.kernel import Pool, Segment
 from ..offload.pinned import HostBlock
 from ..offload.pipeline import default_threads
@@ -21,15 +23,44 @@ UPDATE_BYTES = host_update_bytes(Offload(), width=2)
 
 
 class UpdateProbe:
-    """An Adam update: masters and moments in fp32, gradients and parameters in bf16."""
+    """An Adam update: masters in fp32, moments as the options have them, gradients and parameters in bf16.
 
-    def __init__(self, device: torch.device, parameters: int) -> None:
-        block = HostBlock(14 * parameters, pinned=False)  # the kind of memory that states live in
+    ``threads``: by default those that update beside this device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        parameters: int,
+        moments: torch.dtype | Literal["8bit"] = torch.float32,
+        threads: int | None = None,
+    ) -> None:
+        block = HostBlock(15 * parameters, pinned=False)  # the kind of memory that states live in
         gradient = block.take(parameters, torch.bfloat16).fill_(0.01)
-        master, first, second = (block.take(parameters, torch.float32).fill_(0.01) for _ in range(3))
-        segment = Segment(gradient=gradient, master=master, parameter=gradient, moments=(first, second), key=0, start=0)
-        self._pool = Pool(default_threads(device))
+        master = block.take(parameters, torch.float32).fill_(0.01)
+        kinds = (torch.int8, torch.uint8) if isinstance(moments, str) else (moments, moments)
+        pair = tuple(block.take(parameters, kind).fill_(1) for kind in kinds)
+        scales = tuple(block.take(-(-parameters // TILE), torch.uint8).fill_(110) for _ in pair)
+        segment = Segment(
+            gradient=gradient,
+            master=master,
+            parameter=gradient,
+            moments=pair,
+            key=0,
+            start=0,
+            scales=scales if isinstance(moments, str) else (),
+        )
+        self._pool = Pool(threads or default_threads(device))
         self._batch = self._pool.prepare([segment])
+
+    @property
+    def threads(self) -> int:
+        return self._pool.threads
+
+    @property
+    def is_native(self) -> bool:
+        """False where torch's fused optimizer does the work of the kernel, which then knows no moments in 8 bits."""
+        return self._pool.native
 
     def run(self) -> None:
         self._pool.update([(self._batch, [RULE])], 1.0)

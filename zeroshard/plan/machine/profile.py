@@ -13,7 +13,10 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...config.checks import nearest
+from ...config.offload import Offload
 from ...system import machine as facts
 from ...system.parse import LARGEST_TOML, parse_toml, read_start
 from ...system.words import quoted, word
@@ -86,6 +89,14 @@ class Host:
     """Bytes a second that the update reaches on all sockets together."""
     sockets: int = 1
     """Processor sockets. A process uses the memory of one socket."""
+    cores: int = 0
+    """The cores that update, on all sockets together. 0: not known, and memory alone bounds the update."""
+    update_fp32: float = 0.0
+    """Seconds in which one thread updates one parameter whose moments are in fp32. 0: not known."""
+    update_bf16: float = 0.0
+    """The same with moments in bf16."""
+    update_8bit: float = 0.0
+    """The same with moments in 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +166,12 @@ class Machine:
     def host_bandwidth(self, ranks: int) -> float:
         """Bytes a second for one rank, if this number of ranks of a node update at once."""
         return self.host.bandwidth / max(ranks, self.host.sockets)
+
+    def host_arithmetic(self, ranks: int, offload: Offload) -> float:
+        """Seconds that one rank's threads need for one parameter, however fast memory is. 0: not known."""
+        threads = offload.threads or self.host.cores / max(ranks, self.host.sockets)
+        wide = self.host.update_fp32 if offload.moments is torch.float32 else self.host.update_bf16
+        return (self.host.update_8bit if offload.moments == "8bit" else wide) / threads if threads else 0.0
 
     def nodes(self, devices: int) -> int:
         return math.ceil(devices / self.devices_per_node)
@@ -262,7 +279,7 @@ def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: 
             raise ValueError(f"{path}.{key}={quoted(value)} must be a positive number")
         if value != 0 and not SMALLEST <= value <= LARGEST:
             raise ValueError(f"{path}.{key}={quoted(value)} must be from {SMALLEST:g} to {LARGEST:g}")
-        if key == "sockets" and not (value % 1 == 0 and 1 <= value <= MOST_DEVICES):
+        if key in ("sockets", "cores") and not (value % 1 == 0 and (key == "sockets") <= value <= MOST_DEVICES):
             raise ValueError(f"{path}.{key}={quoted(value)} must be a whole number, from 1 to {MOST_DEVICES:,}")
     missing = [key for key in known if key not in values and key not in optional]
     if missing:

@@ -182,7 +182,9 @@ class UnitCosts:
         # gradients, if backward runs at the same time.
         crossing = width * (1 + offload.beside_backward + offload.read_back)
         traffic = host_update_bytes(offload, width, self.setup.moments) + crossing
-        return [size and size * traffic / self._host_bandwidth + self.machine.launch.host for size in self._on_host]
+        ranks = min(self.setup.devices, self.machine.devices_per_node)
+        element = max(traffic / self._host_bandwidth, self.machine.host_arithmetic(ranks, offload))
+        return [size and size * element + self.machine.launch.host for size in self._on_host]
 
     @cached_property
     def host_add(self) -> list[float]:

@@ -32,12 +32,13 @@ class _SummedLoss(torch.autograd.Function):
             if gradient is not None:
                 part = (part - norm).exp_().scatter_add_(1, wanted, torch.full_like(norm, -1.0))
                 gradient[start : start + rows] = part.where(learned, 0)
-        ctx.gradient = gradient
+        if gradient is not None:
+            ctx.save_for_backward(gradient)  # so that backward frees it, also where somebody keeps the loss
         return total
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
-        gradient: Tensor = ctx.gradient
+        (gradient,) = ctx.saved_tensors
         return gradient.mul_(outer[0]), None
 
 
