@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 
@@ -68,3 +69,22 @@ def test_the_documentation_needs_no_more_than_it_names() -> None:
     text = (ROOT / "constraints.txt").read_text().lower()
     for name in ("sphinx==", "myst-parser==", "furo=="):
         assert name in text
+
+
+OF_OTHERS = {"TORCHELASTIC_", "TORCH_NCCL_", "ZEROSHARD_LAUNCHER", "ZEROSHARD_STOP_FILE", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Variables, or their first letters, that launcher and ranks use among themselves. `ALLOC_CONF` has a newer name."""
+
+
+def test_every_environment_variable_that_the_package_reads_is_on_its_page() -> None:
+    text = page("environment.md")
+    read = set()
+    for file in (ROOT / "zeroshard").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read |= {node.value} if re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", node.value) else set()
+    variables = {
+        name for name in read if re.search(r"_(SIZE|RANK|ADDR|PORT|IFNAME|HOME|ISA|KERNEL|CONF|THREADS)$", name)
+    }
+    assert len(variables) > 10
+    for name in variables:
+        assert f"`{name}`" in text or any(name.startswith(other) for other in OF_OTHERS) or name == "SC_PAGE_SIZE", name
