@@ -29,6 +29,8 @@ autodoc_typehints = "none"  # the signature would repeat the types of torch; the
 autodoc_class_signature = "separated"
 nitpicky = True
 
+smartquotes = False  # "--offload" and "auto" are what one types
+
 html_theme = "furo"
 html_title = f"zeroshard {version}"
 html_static_path: list[str] = []

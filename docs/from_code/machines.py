@@ -32,7 +32,7 @@ def write_fields() -> str:
     lines = ["| table | key | meaning |", "|---|---|---|"]
     for table, kind in SECTIONS.items():
         for field in described_fields(kind):
-            if field.name not in SECTIONS and not (table == "" and field.name == "name"):
+            if table or field.name not in (*SECTIONS, "name"):
                 shown = "top of the file" if table == "" else f"`[{table}]`"
                 lines.append(f"| {shown} | `{field.name}` | {cell(paragraph(field.text))} |")
     return "\n".join(lines)

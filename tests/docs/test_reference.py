@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from dataclasses import dataclass
 
 import from_code
@@ -88,3 +89,13 @@ def test_every_environment_variable_that_the_package_reads_is_on_its_page() -> N
     assert len(variables) > 10
     for name in variables:
         assert f"`{name}`" in text or any(name.startswith(other) for other in OF_OTHERS) or name == "SC_PAGE_SIZE", name
+
+
+def test_every_key_of_a_machine_profile_is_explained() -> None:
+    rows = set(
+        re.findall(r"^\| (.+?) \| `(\w+)` \|", from_code.filled("<!-- from code: machine-fields -->"), re.MULTILINE)
+    )
+    for file in profile.FOLDER.glob("*.toml"):
+        for key, value in tomllib.loads(file.read_text()).items():
+            keys = [(f"`[{key}]`", inner) for inner in value] if isinstance(value, dict) else [("top of the file", key)]
+            assert rows >= set(keys), keys
