@@ -30,7 +30,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) ->
         optimizer.zero_grad()
 
 
-def assert_equals_ddp(build: Any, exact: bool = True) -> None:
+def assert_equals_ddp(build: Any, exact: bool = True, **options: Any) -> None:
     """A model class whose forward takes a batch and the step trains as under DDP in every stage."""
     torch.manual_seed(0)
     plain = build()
@@ -39,7 +39,7 @@ def assert_equals_ddp(build: Any, exact: bool = True) -> None:
     for stage in STAGES:
         torch.manual_seed(0)
         model = build()
-        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage, **options)
         train(model, optimizer)
         for name, value in zeroshard.full_state_dict(model).items():
             if exact:
@@ -123,7 +123,7 @@ def test_checkpointing_works_both_ways_by_block_and_by_segment(stages: Stages, r
     for stage in stages:
         torch.manual_seed(0)
         model = Checkpointed()
-        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage, **options)
         train(model, optimizer)
         for name, value in zeroshard.full_state_dict(model).items():
             assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
@@ -329,3 +329,49 @@ def test_forward_hooks_of_a_units_own_module_see_its_values_without_another_gath
                 for name, value in zeroshard.full_state_dict(model).items():
                     assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
         assert gathers[0] <= gathers[1]  # fewer, because a unit that is in a graph stays until backward
+
+
+class Headed(nn.Module):
+    """A language model in small: an embedding that is used first and a head that is used last, both in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 512)
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        x = self.embedding(tokens.flatten().long().clamp(0, 511))
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_the_head_is_reduced_as_backward_begins_and_the_embedding_when_it_ends(stage: int) -> None:
+    model = Headed()
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=stage, max_unit_bytes=150_000)
+    train(model, optimizer, steps=1)
+    with torch.profiler.profile() as profile:
+        train(model, optimizer, steps=1)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    reduced = [event.name.split()[1] for event in events if event.name.startswith("zeroshard.reduce ")]
+    assert reduced == ["(root)#1", "blocks.2", "blocks.1", "blocks.0", "(root)#0"]
+
+
+@on_ranks(2)
+def test_a_root_of_several_flats_trains_as_under_ddp() -> None:
+    assert_equals_ddp(Headed, max_unit_bytes=150_000)
+
+
+@on_ranks(1)
+def test_of_a_root_that_is_too_large_the_flats_that_forward_needs_first_stay_on_the_device() -> None:
+    model = Headed()
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    offload = zeroshard.Offload(host_fraction=1 - (sizes["embedding"] + 1000) / sum(sizes.values()))
+    model, optimizer = zeroshard.shard(
+        model, torch.optim.AdamW(model.parameters()), stage=2, max_unit_bytes=150_000, offload=offload
+    )
+    train(model, optimizer, steps=1)
+    assert zeroshard.stats(model).memory.optimizer_states == 8 * sizes["embedding"]

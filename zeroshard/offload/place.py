@@ -42,17 +42,17 @@ def place_on_host(
     _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)
     step = HostStep(pipeline, units, optimizer)
-    for unit, stays in zip(units, _stay(units, options, fabric), strict=True):
-        for flat in unit.flats:
-            if flat.trainable and not stays:
-                assert moments is not None
-                _check_dtype(flat)
-                home = HostHome(flat, pipeline, step, HostBuffers(options, flat.dtype, flat.own.numel, moments))
-                step.homes[flat] = home
-                flat.live_in(home, turns)
-            elif not flat.trainable and options.parameters == "cpu":
-                buffers = HostBuffers(options, flat.dtype, flat.shard_range.numel)
-                flat.live_in(HostHome(flat, pipeline, step, buffers), turns)
+    flats = [flat for unit in units for flat in unit.flats]
+    for flat, stays in zip(flats, _stay(flats, options, fabric), strict=True):
+        if flat.trainable and not stays:
+            assert moments is not None
+            _check_dtype(flat)
+            home = HostHome(flat, pipeline, step, HostBuffers(options, flat.dtype, flat.own.numel, moments))
+            step.homes[flat] = home
+            flat.live_in(home, turns)
+        elif not flat.trainable and options.parameters == "cpu":
+            buffers = HostBuffers(options, flat.dtype, flat.shard_range.numel)
+            flat.live_in(HostHome(flat, pipeline, step, buffers), turns)
     if not pipeline.buffers:
         if fabric.rank == 0 and options.host_fraction == "auto":
             print("zeroshard: all states fit the device's budget, so nothing is offloaded")
@@ -82,12 +82,11 @@ def room_for_states(device: torch.device, sharing: int, movable: int = 0) -> int
     return int(DEVICE_SHARE * (available_memory(device, sharing) + movable))
 
 
-def _stay(units: Sequence[Unit], options: Offload, fabric: Fabric) -> list[bool]:
-    """For each unit: whether its states stay on the device."""
-    sizes = [sum(flat.own.numel for flat in unit.trainable_flats) for unit in units]
+def _stay(flats: Sequence[Flat], options: Offload, fabric: Fabric) -> list[bool]:
+    """For each flat: whether its states stay on the device. A flat without states takes no room there."""
+    sizes = [flat.own.numel if flat.trainable else 0 for flat in flats]
     if options.host_fraction != "auto":
         return stay_on_device(sizes, options.host_fraction)
-    flats = [flat for unit in units for flat in unit.flats]
     budget = options.device_memory
     if budget is None:
         movable = sum(local(p).nbytes for flat in flats for p in flat.parameters if p.device == fabric.device)
@@ -141,9 +140,9 @@ def _check_room(pipeline: Pipeline, options: Offload, fabric: Fabric) -> None:
 
 
 def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:
-    """For units in the order in which forward needs them: whether the states of each stay on the device.
+    """For flats in the order in which forward needs them: whether the states of each stay on the device.
 
-    The first units stay, because the next forward would wait for them first. Together they are ``1 - host_fraction`` of
+    The first flats stay, because the next forward would wait for them first. Together they are ``1 - host_fraction`` of
     all elements.
 
     >>> stay_on_device([4, 2, 2, 2], host_fraction=0.3)
@@ -153,7 +152,7 @@ def stay_on_device(sizes: Sequence[int], host_fraction: float) -> list[bool]:
 
 
 def stay_within(sizes: Sequence[int], bytes_on_device: float, budget: int) -> list[bool]:
-    """As ``stay_on_device``, but the units that stay fit in ``budget`` bytes, at ``bytes_on_device`` an element."""
+    """As ``stay_on_device``, but the flats that stay fit in ``budget`` bytes, at ``bytes_on_device`` an element."""
     return _first(sizes, int(budget / bytes_on_device))
 
 

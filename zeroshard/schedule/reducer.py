@@ -1,11 +1,13 @@
 """When gradients are reduced, and how ranks stay together although they use different parameters.
 
-- Every backward reduces every flat once. All ranks reduce in the same order: the reverse of rank 0's first forward, or
-  of ``modules()`` until that forward is known. A flat is reduced as soon as it is ready and all flats before it in the
-  order are reduced. The remaining flats are reduced when backward ends.
-- A flat is ready when all its gradients have come. Stage 3 is different, because there a backward gathers too: if one
-  rank waited for a gradient and another rank for a gather, both would hang. So in stage 3 a flat is ready when the
-  backward of the next unit begins. That happens at the same point on all ranks, whatever parameters they used.
+- Every backward reduces every flat once. All ranks reduce in the same order. A flat is reduced as soon as it is ready
+  and all flats before it in the order are reduced. The remaining flats are reduced when backward ends.
+- A flat is ready when all its gradients have come, and the order is the one in which rank 0's flats became ready in its
+  first backward. So the head of a language model is reduced first, and its embedding last, although both are in the
+  root unit. Until that order is known, it is the reverse of ``modules()``.
+- Stage 3 is different, because there a backward gathers too: if one rank waited for a gradient and another rank for a
+  gather, both would hang. So in stage 3 a flat is ready when the backward of the next unit begins. That happens at the
+  same point on all ranks, whatever parameters they used. The order is the reverse of rank 0's first forward.
 - Once a step the ranks agree, with one small all-reduce: which parameters any rank used, which flats have gradients
   that came too late, and whether all ranks did the same operations. Late gradients are then reduced in ``step()``.
 - A flat that was incomplete once is *late*: from then on it waits for the end of backward, so that no other flat waits
@@ -42,6 +44,8 @@ class Reducer:
         """The order in which flats are reduced. Updates are published in the reverse order. Equal on all ranks."""
         self._set_order(self.flats[::-1])
         self._proposal: list[Flat] | None = None
+        self._completed: list[Flat] = []
+        """Flats in the order in which their gradients came, until the ranks agree on an order."""
         self._ordered = False
         self._late: set[Flat] = set()
         self._idle: set[Flat] = set()
@@ -81,12 +85,15 @@ class Reducer:
 
     def _settle_order(self) -> None:
         if not self._ordered:
-            labels = None if self._proposal is None else [flat.label for flat in self._proposal]
+            came = [] if self._by_position else self._completed
+            order = None if self._proposal is None else dict.fromkeys([*came, *self._proposal])
+            labels = None if order is None else [flat.label for flat in order]
             proposed = self._fabric.from_rank_zero(labels)
             if proposed is not None:
                 by_label = {flat.label: flat for flat in self.flats}
                 self._set_order([by_label[label] for label in proposed])
             self._ordered = True
+            self._completed = []
 
     def _set_order(self, order: list[Flat]) -> None:
         self.order, self._publishing_order = order, order[::-1]
@@ -110,6 +117,8 @@ class Reducer:
 
     def completed(self, flat: Flat) -> None:
         """All gradients of a flat have come."""
+        if not self._ordered:
+            self._completed.append(flat)
         if not self._by_position:
             self._advance([flat])
 

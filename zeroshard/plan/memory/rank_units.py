@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 from ...config.table import Extent, state_table
@@ -53,20 +54,20 @@ def place(setup: Setup, units: Sequence[UnitShape]) -> list[RankUnit]:
         return flat.shard(world) if divided else flat.numel(world)
 
     @cache  # most units are equal, so this is computed once
-    def trained(flats: tuple[FlatShape, ...]) -> int:
-        return sum(own(flat) for flat in flats if flat.trained)
+    def sizes(flats: tuple[FlatShape, ...]) -> list[int]:
+        return [own(flat) if flat.trained else 0 for flat in flats]
 
     @cache
-    def placed(flats: tuple[FlatShape, ...], stays: bool) -> tuple[RankFlat, ...]:
+    def placed(flats: tuple[FlatShape, ...], stays: tuple[bool, ...]) -> tuple[RankFlat, ...]:
         return tuple(
-            RankFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not stays)
-            for flat in flats
+            RankFlat(flat, flat.numel(world), flat.shard(world), own(flat), flat.trained and not here)
+            for flat, here in zip(flats, stays, strict=True)
         )
 
-    stays = _stay(setup, [trained(unit.flats) for unit in units], units)
+    stays = iter(_stay(setup, [size for unit in units for size in sizes(unit.flats)], units))
     return [
-        RankUnit(number, unit.block, placed(unit.flats, here))
-        for number, (unit, here) in enumerate(zip(units, stays, strict=True))
+        RankUnit(number, unit.block, placed(unit.flats, tuple(islice(stays, len(unit.flats)))))
+        for number, unit in enumerate(units)
     ]
 
 
@@ -77,7 +78,7 @@ def host_share(units: Sequence[RankUnit]) -> float:
 
 
 def _stay(setup: Setup, sizes: Sequence[int], units: Sequence[UnitShape]) -> list[bool]:
-    """For each unit, whether its optimizer states stay on the device."""
+    """For each flat, whether its optimizer states stay on the device."""
     offload = setup.offload
     if offload is None:
         return [True] * len(sizes)

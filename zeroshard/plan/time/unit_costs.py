@@ -145,9 +145,14 @@ class UnitCosts:
 
     @cached_property
     def _on_host(self) -> list[float]:
-        """Elements that the host updates, by unit."""
+        """Elements that the host updates, by unit. Those that forward needs first are the device's."""
         fraction = 0.0 if self.setup.offload is None else self.setup.offload.host_fraction
-        return [size / self._shards * (1.0 if fraction == "auto" else fraction) for size in self.work.trained]
+        on_device, sizes = 0.0 if fraction == "auto" else 1 - fraction, []
+        left = on_device * sum(self.work.trained)
+        for size in self.work.trained:
+            sizes.append(max(0.0, size - left) / self._shards)
+            left = max(0.0, left - size)
+        return sizes
 
     @cached_property
     def down(self) -> list[float]:
