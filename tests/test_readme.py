@@ -35,6 +35,15 @@ def test_the_readme_leads_to_every_page_that_a_person_wrote() -> None:
             assert page in linked, f"no link to {page.relative_to(ROOT)}"
 
 
+def test_every_figure_of_the_comparison_is_in_the_results() -> None:
+    table = TEXT.partition("<!-- comparison")[2].partition("\n1. ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    figures = re.findall(r"\d+\.\d+(?!\.)", " ".join(row.split("|", 2)[2] for row in rows))
+    results = set(re.findall(r"\d+\.\d+", (ROOT / "benchmarks" / "RESULTS.md").read_text()))
+    assert len(figures) > 20
+    assert set(figures) <= results
+
+
 def test_every_file_that_contributing_names_exists() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     paths = re.findall(r"`([\w/]+/[\w.]*\.(?:py|h))`", text)
