@@ -64,9 +64,12 @@ def test_every_name_of_the_library_in_the_prose_exists(page: Path) -> None:
         if match := re.match(r"zeroshard\.(\w+)", code):
             there = hasattr(zeroshard, match[1]) or (ROOT / "zeroshard" / match[1]).exists()
             assert there, f"{named(page)} names {code}"
-        for option in re.findall(r"(?:^|\s)(--[a-z][\w-]+)", code):
+        ours = not re.search(r"\bpython\b", code)  # each script has options of its own
+        for option in re.findall(r"(?:^|\s)(--[a-z][\w-]+)", code) if ours else ():
             assert option in known_options() | OTHER_OPTIONS, f"{named(page)} names {option}"
-        for path in re.findall(r"^((?:zeroshard|tests|examples|benchmarks|docs)/[\w/.-]*\w)$", code):
+        for path in re.findall(r"^((?:zeroshard|tests|examples|benchmarks|docs)/[\w/.-]*\w)$", code) + re.findall(
+            r"python (\S+\.py)", code
+        ):
             assert (ROOT / path).exists(), f"{named(page)} names {path}"
 
 

@@ -123,7 +123,7 @@ def test_checkpointing_works_both_ways_by_block_and_by_segment(stages: Stages, r
     for stage in stages:
         torch.manual_seed(0)
         model = Checkpointed()
-        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage, **options)
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
         train(model, optimizer)
         for name, value in zeroshard.full_state_dict(model).items():
             assert torch.equal(value, plain.state_dict()[name]), f"stage {stage}: {name}"
