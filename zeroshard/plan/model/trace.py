@@ -31,7 +31,7 @@ class ActivationBytes:
     host: int = 0
     """The maximum of host memory for checkpoints."""
     early_root_gradients: int = 0
-    """Gradients of the root that arrive before those of the blocks. They wait for the root's other gradients."""
+    """Gradients of the root that arrive before those of the blocks."""
 
     @classmethod
     def none(cls, units: int) -> ActivationBytes:
@@ -94,6 +94,8 @@ class Trace:
             blocks[unit.block] += flops
         largest = max((flops for block, flops in blocks.items() if block), default=blocks[0])
         parts = Counter(unit.block for unit in self.units if unit.block)
+        root = [flat.parameters for flat in self.units[0].flats if flat.trained]
+        has_head = len(root) > 1 and self.activations.early_root_gradients
         streams = [size for size in self.stream[1:] if size]
         return Work(
             parameters=tuple(sum(flat.parameters for flat in unit.flats) for unit in self.units),
@@ -105,5 +107,6 @@ class Trace:
             logits=self.logits,
             stream=sum(streams) / len(streams) if streams else 0.0,
             parts=max(parts.values(), default=1) if len(set(parts.values())) == 1 else 1,
+            head=sum(root[1:]) / sum(root) if has_head else 0.0,
             recomputed=1 - len(self.kept) / max(1, len(parts)),
         )

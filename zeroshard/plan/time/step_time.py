@@ -232,10 +232,13 @@ class _Step:
 
     def _backward(self) -> None:
         self._compute(self.costs.backward[0] + self.costs.loss)
+        head = self.costs.work.head if self.setup.stage < 3 else 0.0  # there a unit is reduced as a whole
+        if head:
+            self._reduce(0, head)
         kept = self.setup.keep * self.costs.parts
         gathers = range(self.layers - kept, 0, -1)
         self._pass(range(self.layers, 0, -1), gathers=gathers, seconds=self.costs.backward, backward=True)
-        self._reduce(0)
+        self._reduce(0, 1 - head)
 
     def _pass(self, order: range, gathers: range, seconds: list[float], backward: bool) -> list[float]:
         """One forward or backward: units in order, gathered early, and in backward reduced.
@@ -302,20 +305,21 @@ class _Step:
         here = self.timeline.run(Resource.PCIE_UP, self.costs.fetch[unit], self.ready[unit], now)
         return self.timeline.run(self.costs.data_ring.resource, self.costs.gather[unit], here)
 
-    def _reduce(self, unit: int) -> None:
+    def _reduce(self, unit: int, share: float = 1.0) -> None:
+        """Reduces a share of a unit's gradients, and sends it to the host."""
         costs, timeline = self.costs, self.timeline
-        done = timeline.run(costs.data_ring.resource, costs.reduce[unit], timeline.free(Resource.DEVICE))
+        done = timeline.run(costs.data_ring.resource, share * costs.reduce[unit], timeline.free(Resource.DEVICE))
         self.reduced[unit] = done
         if self.offload is None:
             return
-        landed = timeline.run(Resource.PCIE_DOWN, costs.down[unit], done, self.updated[unit])
+        landed = timeline.run(Resource.PCIE_DOWN, share * costs.down[unit], done, self.updated[unit])
         if self.delayed:
-            self.ready[unit] = self._publish(unit, landed)
+            self.ready[unit] = self._publish(unit, landed, share)
         if costs.host_add[unit]:
-            landed = timeline.run(Resource.HOST, costs.host_add[unit], landed)
+            landed = timeline.run(Resource.HOST, share * costs.host_add[unit], landed)
         self.landed[unit] = landed
         if self.offload.update_in_backward:
-            self._update_on_host(unit, self.landed[unit])
+            self._update_on_host(unit, self.landed[unit], share)
 
     def _update(self) -> None:
         """After the last backward: all is reduced, the ranks agree and compute the norm, and units are updated."""
@@ -336,20 +340,20 @@ class _Step:
             self._wait(max(self.ready))
             self.timeline.idle_until(Resource.THREAD, max(self.ready))
 
-    def _update_on_host(self, unit: int, after: float) -> None:
-        self.updated[unit] = self.timeline.run(Resource.HOST, self.costs.host_update[unit], after)
+    def _update_on_host(self, unit: int, after: float, share: float = 1.0) -> None:
+        self.updated[unit] = self.timeline.run(Resource.HOST, share * self.costs.host_update[unit], after)
         if not self.delayed:
             self.sent[unit] = self.updated[unit]
-            self.ready[unit] = self._publish(unit, self.updated[unit])
+            self.ready[unit] = self._publish(unit, self.updated[unit], share)
 
-    def _publish(self, unit: int, after: float) -> float:
-        return self._send(unit, self.timeline.run(Resource.PCIE_UP, self.costs.up[unit], after))
+    def _publish(self, unit: int, after: float, share: float) -> float:
+        return self._send(unit, self.timeline.run(Resource.PCIE_UP, share * self.costs.up[unit], after), share)
 
-    def _send(self, unit: int, after: float) -> float:
+    def _send(self, unit: int, after: float, share: float = 1.0) -> float:
         """Sends updated parameters to the other ranks, if parameters are whole at rest."""
         if self.setup.stage not in (1, 2):
             return after
-        return self.timeline.run(self.costs.data_ring.resource, self.costs.gather[unit], after)
+        return self.timeline.run(self.costs.data_ring.resource, share * self.costs.gather[unit], after)
 
 
 def _equal(before: list[float], now: list[float], tolerance: float) -> bool:

@@ -26,6 +26,8 @@ class Work(NamedTuple):
     """Bytes of the tensors that one block gives to the next, on average."""
     parts: int = 1
     """The number of units in a block."""
+    head: float = 0.0
+    """The share of the root's trained elements that is reduced as backward begins: flats after the embedding's."""
     recomputed: float = 1.0
     """The share of the blocks that are recomputed, if the setup recomputes any. They are the first ones."""
 
