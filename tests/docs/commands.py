@@ -99,3 +99,41 @@ def known_options() -> set[str]:
     assert isinstance(commands, dict)
     parsers = [*commands.values(), get_args_parser()]
     return {option for one in parsers for action in one._actions for option in action.option_strings}
+
+
+ELSEWHERE = {
+    "make": "sets up an environment",
+    "pip": "needs the network",
+    "sbatch": "needs Slurm; tests/test_cluster.py runs the script",
+    "python": "tests/test_examples.py runs the examples",
+}
+"""Programs that are not run here, and why."""
+TOO_MUCH = {
+    "--nnodes": "needs other nodes",
+    "--calibrate": "takes a minute, and stores its profile for the user",
+    "zero-1000b": "takes minutes",
+    "offload-70b": "takes minutes",
+    "--sequence 8192": "is for a model with so many positions",
+}
+"""Words of commands that are only read, and why."""
+
+
+def small(command: str) -> str | None:
+    """The command as it can be run here within seconds, or None if it is only read.
+
+    >>> small("zeroshard train zero-1.5b --stage 3")
+    'zeroshard train tiny --stage 3 --steps 2'
+    >>> small("torchrun --standalone --nproc-per-node 8 train.py")
+    'torchrun --standalone --nproc-per-node 2 train.py'
+    >>> small("make test")
+    """
+    program, *arguments = shlex.split(command)
+    own = program == "python" and arguments[0] in YOURS
+    if (program in ELSEWHERE and not own) or any(word in command for word in TOO_MUCH):
+        return None
+    if "=" in program or "zeroshard train" not in command:
+        return re.sub(r"--nproc-per-node \d+", "--nproc-per-node 2", command)
+    named = next((word for word in arguments if word in {*presets(), *YOURS}), None)
+    config = "tiny" if named is None or named in presets() else named
+    rest = [word for word in arguments[1:] if word != named]
+    return shlex.join(["zeroshard", "train", config, *rest, "--steps", "2"])

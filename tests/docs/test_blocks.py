@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +18,7 @@ from tests.docs import commands
 from tests.docs.given import preamble
 from tests.docs.pages import COMMENTS, LANGUAGES, ROOT, Block, blocks, blocks_of, pages
 from tests.docs.pages import commands as lines_of
+from tests.docs.reader import furnish
 from zeroshard.config.checks import fields_of
 from zeroshard.config.job import job_of
 
@@ -133,22 +135,53 @@ def test_a_command_runs(block: Block, tmp_path: Path) -> None:
         _run_program(programs(block.before)[-1], block.before, tmp_path)
     output = ""
     for command in lines_of(block.text):
-        real = re.sub(r"\bzeroshard\b", f"{sys.executable} -m zeroshard", command, count=1)
-        real = re.sub(r"\b(examples|benchmarks)/", rf"{ROOT}/\1/", real)
-        done = subprocess.run(
-            real,
-            shell=True,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            timeout=TIMEOUT,
-            env=_environment(),
-        )
+        done = _run_command(command, tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         output += done.stdout + done.stderr
     for shown in _outputs_below(block):
         _assert_shown(shown, output)
+
+
+def small_commands() -> list[str]:
+    """The commands that no comment asks to run, as they can be run here, each once."""
+    left = [block for block in blocks("bash") if "run" not in block.needs]
+    found = (commands.small(command) for block in left for command in lines_of(block.text))
+    return sorted({command for command in found if command is not None})
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the pages name."""
+    folder = tmp_path_factory.mktemp("reader")
+    furnish(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", small_commands())
+def test_a_command_of_a_reader_runs(command: str, reader: Path, tmp_path: Path) -> None:
+    shutil.copytree(reader, tmp_path, dirs_exist_ok=True)
+    done = _run_command(command, tmp_path)
+    # A plan that finds no setting that fits exits with 1. It has answered.
+    assert done.returncode in ((0, 1) if " plan " in command else (0,)), f"{command}\n{done.stdout}{done.stderr}"
+    assert "Traceback" not in done.stderr
+
+
+def _run_command(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command of a page in a folder, with the programs of this environment."""
+    real = re.sub(r"(^|\s)zeroshard(?=\s)", rf"\1{sys.executable} -m zeroshard", command, count=1)
+    real = re.sub(r"^torchrun(?=\s)", f"{sys.executable} -m torch.distributed.run", real)
+    real = re.sub(r"^python(?=\s)", sys.executable, real)
+    return subprocess.run(
+        real,
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        timeout=TIMEOUT,
+        env=_environment(),
+    )
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
