@@ -250,13 +250,12 @@ def _consult_plan(
         if config.stage == "auto" or config.chooses_offload:
             raise ValueError('"auto" asks what fits this machine, and a dry run without a device takes no memory')
         return config, None, None
-    from .plan import foresee  # imported here, because it takes time and is needed once
+    from .plan.foresee import Foresight  # imported here, because it takes time and is needed once
+    from .plan.room import least, room_of
 
-    room = foresee.room_of(
-        model, fabric.device, config, local_ranks=fabric.local_ranks, device_ranks=fabric.device_ranks
-    )
-    room = foresee.least(fabric.gather_objects(room))
-    foresight = foresee.Foresight(model, optimizer, config, fabric.shards, room)
+    room = room_of(model, fabric.device, config, local_ranks=fabric.local_ranks, device_ranks=fabric.device_ranks)
+    room = least(fabric.gather_objects(room))
+    foresight = Foresight(model, optimizer, config, fabric.shards, room)
     advice = foresight.advise()
     if config.stage == "auto" or config.chooses_offload:
         advice = _of_this_rank(fabric.from_rank_zero(advice), config)

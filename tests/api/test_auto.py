@@ -10,8 +10,9 @@ import zeroshard
 from tests.models import loss_of, net
 from tests.ranks import on_ranks
 from zeroshard.config.options import Config
-from zeroshard.plan.foresee import Foresight, room_of
+from zeroshard.plan.foresee import Foresight
 from zeroshard.plan.memory.device_memory import DeviceMemory
+from zeroshard.plan.room import room_of
 from zeroshard.system import machine
 
 

@@ -15,8 +15,9 @@ from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
 from zeroshard.config.options import Config
 from zeroshard.plan.advice import Variant
-from zeroshard.plan.foresee import Foresight, room_of
+from zeroshard.plan.foresee import Foresight
 from zeroshard.plan.memory.rank_memory import RankMemory
+from zeroshard.plan.room import room_of
 from zeroshard.runtime import runtime_of
 from zeroshard.system.device import available_memory
 from zeroshard.train.gpt import GPT

@@ -17,10 +17,11 @@ from tests.ranks import on_ranks
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload, OffloadChoice
 from zeroshard.config.options import Config
-from zeroshard.plan import foresee as foresee_module
+from zeroshard.plan import room as room_module
 from zeroshard.plan.advice import Row, Variant
-from zeroshard.plan.foresee import Advice, Foresight, Room, least, room_of
+from zeroshard.plan.foresee import Advice, Foresight
 from zeroshard.plan.memory.device_memory import Phase
+from zeroshard.plan.room import Room, least, room_of
 from zeroshard.runtime import runtime_of
 from zeroshard.system import device, machine
 from zeroshard.train.gpt import GPT
@@ -306,7 +307,7 @@ def test_ranks_with_different_limits_agree() -> None:
 
 def test_the_room_is_what_every_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr("zeroshard.plan.foresee.available_memory", lambda asked, sharing: 80 * GIB // sharing)
+    monkeypatch.setattr("zeroshard.plan.room.available_memory", lambda asked, sharing: 80 * GIB // sharing)
     monkeypatch.setattr(machine, "available_memory", lambda: 100 * GIB)
     monkeypatch.setattr(machine, "device_title", lambda asked: "some GPU")
     model = net()
@@ -336,15 +337,15 @@ def test_ranks_know_how_many_share_their_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 def shard_in(room: Room, **options: Any) -> tuple[nn.Module, Any]:
     """Shards a model of 4.2 million parameters with the memory of a rank with a GPU. It computes on the CPU."""
-    original = foresee_module.room_of
-    foresee_module.room_of = lambda *_, **__: room
+    original = room_module.room_of
+    room_module.room_of = lambda *_, **__: room
     try:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
         made = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return zeroshard.shard(model, made, precision="bf16", **options)
     finally:
-        foresee_module.room_of = original
+        room_module.room_of = original
 
 
 def train(model: nn.Module, optimizer: Any) -> list[float]:

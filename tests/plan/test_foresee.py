@@ -17,8 +17,9 @@ from tests.ranks import on_ranks
 from zeroshard.config.job import ModelConfig
 from zeroshard.config.offload import Offload
 from zeroshard.config.options import Config
-from zeroshard.plan.foresee import Advice, Foresight, Room
+from zeroshard.plan.foresee import Advice, Foresight
 from zeroshard.plan.machine.profile import FOLDER, calibrated_file, load
+from zeroshard.plan.room import Room
 from zeroshard.system import machine
 from zeroshard.train.gpt import GPT
 

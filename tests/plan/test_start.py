@@ -15,9 +15,10 @@ from tests.ranks import Pool
 from zeroshard.config.offload import Offload
 from zeroshard.config.options import Config
 from zeroshard.plan.advice import Variant
-from zeroshard.plan.foresee import Foresight, Room
+from zeroshard.plan.foresee import Foresight
 from zeroshard.plan.memory.device_memory import Phase
 from zeroshard.plan.memory.rank_memory import RankMemory
+from zeroshard.plan.room import Room
 from zeroshard.system import compat
 
 WIDTH, VOCABULARY = 128, 4096

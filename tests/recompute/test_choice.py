@@ -25,7 +25,8 @@ from zeroshard.config.bounds import FRAGMENTS
 from zeroshard.config.options import Config
 from zeroshard.plan.advice import Variant
 from zeroshard.plan.dryrun import _LiveStorages
-from zeroshard.plan.foresee import Foresight, Room
+from zeroshard.plan.foresee import Foresight
+from zeroshard.plan.room import Room
 from zeroshard.recompute.choice import Choice
 from zeroshard.runtime import runtime_of
 from zeroshard.system import device, machine

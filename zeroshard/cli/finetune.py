@@ -152,7 +152,7 @@ def _value(value: object) -> str:
 def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     """Read model and data, print what would run, and start nothing. Returns 1 if it would not fit."""
     require_libraries(job)
-    from ..plan import foresee
+    from ..plan.room import room_of
     from ..train.language.model import LanguageModel
     from ..train.language.task import headline, optimizer_of, plan_of, read_data, settled_steps, sizes_of
 
@@ -166,7 +166,7 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     job = settled_steps(job, data, sequence)
     model = source.build(job.train.seed)
     sharing = 1 if device == "cuda" else ranks
-    room = foresee.room_of(model, device_of_rank(torch.device(device)), local_ranks=ranks, device_ranks=sharing)
+    room = room_of(model, device_of_rank(torch.device(device)), local_ranks=ranks, device_ranks=sharing)
     found = plan_of(job, source, model, optimizer_of(job, model), room, ranks * nodes, sequence)
     print("\n".join([*headline(job, source, data, sizes_of(model), sequence), found.told]))
     print("a dry run: nothing was started" + ("" if found.fits else ", and this would not fit"))

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 
-from ..comm.parallel import local
 from ..config.bounds import FRAGMENTS
 from ..config.offload import Offload, OffloadChoice
 from ..config.options import Config
@@ -23,8 +22,6 @@ from ..offload.library import Simd
 from ..offload.library import choose as choose_kernel
 from ..offload.place import DEVICE_SHARE
 from ..recompute.choice import Sizes, fragments, said, sizes_of
-from ..system import machine as facts
-from ..system.device import available_memory
 from ..system.sizes import size_text
 from .advice import Row, Variant, change, recommend, variants, with_fewest_recomputed
 from .candidates import SAVES_MEMORY, more_allowed, offloads, title, used
@@ -35,56 +32,13 @@ from .memory.model_states import STATES_SHARE
 from .model.module import examine, first_values, has_kernel, setup_of
 from .model.trace import Trace
 from .model.tracer import samples_of, tokens_of
+from .room import Room
 
 SPARE = 0.05
 """The part of the host's memory that an offload leaves free, and of the device's if "auto" fills it with states. A plan
 is not exact, and a process needs more on the host than states."""
 SUGGESTED = 3
 """The largest number of settings that a message suggests."""
-
-
-class Room(NamedTuple):
-    """Memory that a rank may use, in bytes."""
-
-    device: int
-    host: int
-    local_ranks: int = 1
-    """Ranks that share the host."""
-    title: str = ""
-    """The device's own name."""
-    on_cpu: bool = False
-    """True if ranks compute in host memory."""
-
-
-def room_of(
-    model: nn.Module,
-    device: torch.device,
-    config: Config | None = None,
-    *,
-    local_ranks: int = 1,
-    device_ranks: int = 1,
-) -> Room:
-    """The room of this rank. Parameters that are already on the device will move, so their memory counts as free.
-
-    ``local_ranks`` share the host, ``device_ranks`` the device. The options may limit the host memory of a rank.
-    """
-    limits = None if config is None else config.choice or config.offload
-    movable = sum(local(parameter).nbytes for parameter in model.parameters() if parameter.device == device)
-    free, title = available_memory(device, device_ranks) + movable, facts.device_title(device)
-    if device.type != "cuda":
-        share = min(free, facts.usable_memory() // local_ranks)
-        return Room(share, share, local_ranks, title, on_cpu=True)
-    host = facts.available_memory() // local_ranks
-    if limits is not None and limits.host_memory is not None:
-        host = min(host, limits.host_memory)
-    return Room(free, host, local_ranks, title)
-
-
-def least(rooms: Sequence[Room]) -> Room:
-    """The room that every rank has: the minimum of all rooms."""
-    first = rooms[0]
-    device, host = min(room.device for room in rooms), min(room.host for room in rooms)
-    return Room(device, host, first.local_ranks, first.title, first.on_cpu)
 
 
 class Decision(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.language.chats import make_model
 from zeroshard.config.finetune import LanguageModelConfig
-from zeroshard.plan.foresee import Room
+from zeroshard.plan.room import Room
 from zeroshard.train.language.forecast import Forecast, forecast
 from zeroshard.train.language.model import LanguageModel
 from zeroshard.train.task import parameter_groups

@@ -10,7 +10,8 @@ from torch import nn
 from ...config.offload import Offload
 from ...config.options import Config
 from ...plan.advice import Row, Variant
-from ...plan.foresee import Foresight, Room, name_of
+from ...plan.foresee import Foresight, name_of
+from ...plan.room import Room
 from ...system.sizes import size_text
 
 MOST_TOKENS = 1 << 16

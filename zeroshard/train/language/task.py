@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...comm.process_group import start_process_group
 from ...config.job import Job
-from ...plan import foresee
+from ...plan.room import Room, least, room_of
 from ...runtime import runtime_of
 from ...system.device import device_ranks, local_ranks
 from ..checkpoints import Origin
@@ -70,14 +70,14 @@ class LanguageTask:
         planned = self.build()
         local = local_ranks(here.world)
         sharing = device_ranks(here.device, local, lambda mine: _gathered(mine, here.world))
-        rooms = _gathered(foresee.room_of(planned, here.device, local_ranks=local, device_ranks=sharing), here.world)
+        rooms = _gathered(room_of(planned, here.device, local_ranks=local, device_ranks=sharing), here.world)
         if here.rank == 0:
             self._forecast = plan_of(
                 self._job,
                 self._model,
                 planned,
                 self.optimizer(planned),
-                foresee.least(rooms),
+                least(rooms),
                 here.world,
                 self._sequence,
             )
@@ -245,7 +245,7 @@ def plan_of(
     source: LanguageModel,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    room: foresee.Room,
+    room: Room,
     ranks: int,
     sequence: int,
 ) -> Forecast:
