@@ -5,10 +5,10 @@ The language of a block decides how it is checked, and comments right above the 
 | block | checked by `make test` | run by `make test-all` |
 |---|---|---|
 | `python` | it compiles; every name of `zeroshard` and every option in it exists | as a program, on one CPU rank |
-| `bash` | each line is a command; program, options, files and values exist | small (`commands.small`); below `<!-- run -->` as it is |
+| `bash` | each line is a command; its program, options and files exist | small (`small`); below `<!-- run -->` as it is |
 | `toml` | it is a configuration without mistakes | |
 | `diff` | both sides compile, as `python` | both sides, as programs |
-| `text` | it is a `<!-- drawing -->` or an `<!-- output … -->` | an `<!-- output -->`: the block above has its words |
+| `text` | a `<!-- drawing -->` or an `<!-- output … -->` | an `<!-- output -->`: the block above has its words |
 
 Comments above a `python` or `diff` block: `<!-- given: model, batch -->` (names that `given.py` defines first),
 `<!-- continued -->` (the program goes on from the one before), `<!-- ranks: 2 -->` (started by torchrun), and
