@@ -5,7 +5,7 @@ The language of a block decides how it is checked, and comments right above the 
 | block | checked by `make test` | run by `make test-all` |
 |---|---|---|
 | `python` | it compiles; every name of `zeroshard` and every option in it exists | as a program, on one CPU rank |
-| `bash` | each line is a command; its program, options and files exist | small (`small`); below `<!-- run -->` as it is |
+| `bash` | each line is a command; its program, options and files exist | small; below `<!-- run -->` as it is |
 | `toml` | it is a configuration without mistakes | |
 | `diff` | both sides compile, as `python` | both sides, as programs |
 | `text` | a `<!-- drawing -->` or an `<!-- output … -->` | an `<!-- output -->`: the block above has its words |
