@@ -9,7 +9,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "zeroshard"
 
-ABOVE = ["cli", "integrations", "calibrate", "train", "api", "refusals", "storage", "plan", "runtime", "observe"]
+JOBS = ["cli", "integrations", "calibrate", "train", "api", "recorder", "report"]
+ABOVE = [*JOBS, "refusals", "storage", "plan", "runtime", "observe"]
 ROOMS = [*ABOVE, "schedule", "optim", "recompute", "init", "offload", "states", "shown", "comm", "config", "system"]
 """From top to bottom: a room imports the rooms below it."""
 

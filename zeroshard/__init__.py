@@ -6,6 +6,7 @@ from .api import (
     gathered_gradients,
     no_sync,
     offload_states,
+    record,
     restore_states,
     shard,
     stats,
@@ -22,6 +23,7 @@ from .offload.worker import OffloadError
 from .optim.nonfinite import NonFiniteError
 from .optim.optimizer import ShardedOptimizer
 from .recompute.checkpoint import checkpoint
+from .recorder.recorder import Recorder
 from .storage.format import CheckpointError
 from .storage.load import load
 from .storage.save import save
@@ -40,6 +42,7 @@ __all__ = [
     "Offload",
     "OffloadError",
     "Precision",
+    "Recorder",
     "ShardedOptimizer",
     "StallError",
     "Stats",
@@ -52,6 +55,7 @@ __all__ = [
     "load",
     "no_sync",
     "offload_states",
+    "record",
     "restore_states",
     "save",
     "shard",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
@@ -17,9 +18,11 @@ from .comm import parallel
 from .comm.consistency import OF_ONE_RANK_OFFLOADING, check_same_everywhere
 from .comm.fabric import Fabric
 from .comm.process_group import start_process_group
+from .config.offload import Offload
 from .config.options import Config
 from .observe.ledger import Stats
 from .optim.optimizer import ShardedOptimizer
+from .recorder.recorder import Recorder
 from .refusals import check_model, check_optimizer, check_partition
 from .runtime import Runtime, runtime_of, runtimes_of_parameters
 from .system import allocator, compat, machine
@@ -67,6 +70,7 @@ def shard(
         runtime.start_recomputing(decision.recomputed, decision.sizes, decision.reason)
     if foresight is not None:
         runtime.shortage.suggest = partial(foresight.instead, runtime.stage, config.offload)
+        runtime.plan_beside = partial(_beside, foresight, runtime.stage, config.offload)
     _warn_of_one_unit(runtime)
     _add_no_sync(model)
     return model, runtime.optimizer
@@ -208,6 +212,30 @@ def stats(model: nn.Module) -> Stats:
     return runtime_of(model).stats()
 
 
+def record(model: nn.Module, folder: str | Path, *, tokens: int | None = None, name: str = "") -> Recorder:
+    """Records a training loop in a folder, and ends with one HTML file that shows it, ``report.html``.
+
+    The recorder sees every ``optimizer.step()`` by itself. ``run.log(loss=...)`` adds the loss, as a number or as a
+    tensor of the device, which is read later and not waited for. ``tokens`` are those of all ranks in one step, if the
+    report is to show tokens/s. A few early steps are traced; between steps, the trace waits for the device twice.
+
+    Call it on all ranks; rank 0 writes. Lines are appended to ``record.jsonl``, so a crash loses none, and a run that
+    goes on in the same folder continues the record. ``zeroshard report`` makes the page from it at any time.
+
+    >>> import tempfile
+    >>> model = nn.Linear(4, 2)
+    >>> model, optimizer = shard(model, torch.optim.AdamW(model.parameters()))
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with record(model, folder.name) as run:  # doctest: +ELLIPSIS
+    ...     loss = model(torch.ones(1, 4)).sum()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     run.log(loss=loss)
+    zeroshard: report: ...report.html
+    """
+    return Recorder(model, folder, tokens=tokens, name=name, say=lambda text: print(f"zeroshard: {text}"))
+
+
 def _choose_device(model: nn.Module, config: Config) -> torch.device:
     wanted = config.device
     if wanted is None:
@@ -236,6 +264,13 @@ def _warn_of_one_unit(runtime: Runtime) -> None:
             "gathers all of it at once; name modules with units= if it has parts worth a unit",
             stacklevel=3,
         )
+
+
+def _beside(foresight: Foresight, stage: int, offload: Offload | None, micro_batches: int) -> dict[str, Any]:
+    """What the plan says of a run and of the other stages. A report asks."""
+    from .plan.beside import beside  # as the plan itself, imported when it is needed
+
+    return beside(foresight, stage, offload, micro_batches)
 
 
 def _consult_plan(

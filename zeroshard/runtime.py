@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,8 @@ class Runtime(NotCopyable):
         self.unit_of = {id(p): unit for unit in self.units for flat in unit.flats for p in flat.parameters}
         self.scaler = LossScaler(precision.loss_scale) if precision.loss_scale is not None else None
         self._traffic = StepTraffic()
+        self.plan_beside: Callable[[int], dict[str, Any]] | None = None
+        """Says what the plan expects of this run and of other stages, given the micro-batches of a step."""
 
         turns = Turns()
         self.host = place_on_host(self.units, optimizer, config, fabric, turns)
@@ -271,8 +274,7 @@ class Runtime(NotCopyable):
     def stats(self) -> Stats:
         optimizer = self.optimizer
         norm = optimizer.grad_norm if optimizer is not None else None
-        kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
-        memory, host_memory = self.ledger.now(), self._host_memory()
+        memory, host_memory = self.ledger.now(), self.host_memory()
         if self.sleep.asleep:
             memory, host_memory = memory.asleep(host_memory)
         return Stats(
@@ -280,7 +282,7 @@ class Runtime(NotCopyable):
             stage=self.stage,
             parameters=sum(flat.layout.parameters for flat in self.flats),
             padded_parameters=sum(flat.layout.numel for flat in self.flats),
-            kept_parameters=sum(unit.numel for unit in kept),
+            kept_parameters=self.kept_parameters,
             memory=memory,
             host_memory=host_memory,
             memory_at_step=self.ledger.at_step(),
@@ -292,6 +294,17 @@ class Runtime(NotCopyable):
             recomputed_blocks=0 if self.checkpoints is None else self.checkpoints.recomputed,
             recompute_reason=None if self._chooses is None else self._chooses.reason,
         )
+
+    @property
+    def kept_parameters(self) -> int:
+        """Ψ_kept: flat elements of units that stay gathered from forward to backward."""
+        kept = [u for u in self.units if self.schedule.lifetimes.kept(u) and any(flat.sharded for flat in u.flats)]
+        return sum(unit.numel for unit in kept)
+
+    @property
+    def traffic(self) -> StepTraffic:
+        """What the last completed step moved."""
+        return self._traffic
 
     def start_recomputing(self, blocks: int, sizes: Sizes, reason: str) -> None:
         """Takes the plan's decision on how many blocks to recompute, for inputs of these sizes."""
@@ -309,7 +322,8 @@ class Runtime(NotCopyable):
         """The host's threads and streams, if states live there."""
         return None if self.host is None else self.host.pipeline
 
-    def _host_memory(self) -> Memory | None:
+    def host_memory(self) -> Memory | None:
+        """This rank's states and activation checkpoints in host memory; None if there are none."""
         pool = None if self.checkpoints is None else self.checkpoints.store.host
         if self.host is None and pool is None:
             return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 import zeroshard
 from tests.fuzz.mutation import as_json, mutate_bytes, mutate_json, mutate_safetensors, mutate_toml, mutate_value
 from tests.models import loss_of, net
+from tests.report.runs import OFFLOADED_STEP
+from tests.report.runs import write as write_record
 from tests.storage.runs import difference
 from zeroshard import CheckpointError
 from zeroshard.config.job import Job, load_job, presets
 from zeroshard.plan.machine import profile as machine_profile
 from zeroshard.plan.model.source import find_model
+from zeroshard.report import journal, page
 from zeroshard.storage.export import export
 from zeroshard.storage.format import CHUNK, INDEX, MARKER, Entry, Marker, data_file
 
@@ -344,6 +348,40 @@ def _numbers(value: Any) -> list[float]:
     return []
 
 
+# -- records of runs --------------------------------------------------------------------------------------------------
+
+
+def make_record(folder: Path) -> None:
+    write_record(folder, spans=OFFLOADED_STEP, offload={})
+
+
+def change_record(folder: Path, chance: Random) -> Path:
+    """Changes one line of the record, or bytes of it."""
+
+    def one_line(content: bytes, chance: Random) -> bytes:
+        lines = content.splitlines()
+        number = chance.randrange(len(lines))
+        lines[number] = mutate_json(lines[number], chance).replace(b"\n", b" ")
+        return b"\n".join(lines) + b"\n"
+
+    return changed(folder / journal.FILE, one_line, chance)
+
+
+def read_record(folder: Path, file: Path) -> Refusal | None:
+    """Whatever a record says, its page is small, its data is JSON, and no element comes from it."""
+    try:
+        found = journal.read(folder)
+    except ValueError as error:
+        return Refusal(error, (file.name,))
+    text = page.render([found])
+    assert len(text) < 2_000_000
+    assert text.count("</script>") == 3
+    data = text.split('id="data">')[1].split("</script>")[0]
+    figures = json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert text.count("<figure ") == len(figures)
+    return None
+
+
 def job_of(file: Path) -> Job:
     return load_job(str(file))
 
@@ -356,5 +394,6 @@ SUBJECTS: dict[str, Subject] = {
     "weights": Subject(make_weights, change_weights, read_weights),
     "job": Subject(make_job, change_toml, read_with(job_of)),
     "machine": Subject(make_profile, change_toml, read_with(machine_profile.load)),
+    "record": Subject(make_record, change_record, read_record),
     "config": Subject(make_config, change_config, read_with(lambda file: find_model(str(file)).model.parameters)),
 }

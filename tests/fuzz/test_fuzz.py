@@ -16,4 +16,5 @@ CASES = 70
 def test_changed_files_are_refused_by_name_or_make_sense(subject: str) -> None:
     counts, failures = run([subject], range(CASES))
     assert not failures, "\n".join(f"--only {subject!r} --cases 1 --seed {f.seed}: {f.what}" for f in failures)
-    assert counts[f"{subject}: refused"] > CASES / 5, counts
+    least = 0 if subject == "record" else CASES / 5  # of a record, whatever is not damaged is shown
+    assert counts[f"{subject}: refused"] > least, counts

@@ -6,9 +6,17 @@ import sys
 from collections.abc import Sequence
 
 from ..system.words import printable
-from . import doctor, dryrun, export, finetune, plan, train
+from . import doctor, dryrun, export, finetune, plan, report, train
 
-COMMANDS = {"train": train, "finetune": finetune, "plan": plan, "dryrun": dryrun, "export": export, "doctor": doctor}
+COMMANDS = {
+    "train": train,
+    "finetune": finetune,
+    "plan": plan,
+    "dryrun": dryrun,
+    "report": report,
+    "export": export,
+    "doctor": doctor,
+}
 BAD_INPUT = 2  # argparse exits with the same code
 BROKEN_PIPE = 141  # what a shell reports of programs that end so
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config.bounds import MESSAGE_BYTES
-from ..system import compat_groups
+from ..system import compat_groups, trace
 from .traffic import Collective, Meter
 from .transport import Finish, Transport, all_gather
 from .watchdog import Watchdog
 
 LOG_LENGTH = 4096
 """How many operations a lane remembers. The log names the first operation in which ranks differ."""
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Pending(Protocol):
@@ -76,6 +78,8 @@ class _OnHost:
     finish: Finish
     entry: str
     """The operation, as the lane's log has it."""
+    traced: Callable[[], None] | None = None
+    """Called at the end of the operation, if it is traced."""
     done: bool = False
 
     def wait(self) -> None:
@@ -83,6 +87,8 @@ class _OnHost:
             with self.watchdog.blaming(self.entry, half_done=True):
                 self.finish()
             self.done = True
+            if self.traced is not None:
+                self.traced()
 
 
 def wait_on_host(pending: Pending) -> None:
@@ -137,8 +143,9 @@ class Lane:
                 allocate()
             return None if self.group is None else self._transport.all_gather(whole, shard, label)
 
-        operation = label if self.group is None else self._note(Collective.ALL_GATHER, whole, label)
-        return self._start(start, operation)
+        if self.group is None:
+            return self._start(start, label)
+        return self._start(start, self._note(Collective.ALL_GATHER, whole, label), trace.GATHER)
 
     def all_gather_together(self, gathers: Sequence[Gather]) -> list[Pending]:
         """``all_gather`` of many. On a device, small ones are one operation: each operation costs the host 0.1 ms."""
@@ -148,7 +155,7 @@ class Lane:
         for message in _messages(gathers):
             entries = [self._note(Collective.ALL_GATHER, gather.whole, gather.label) for gather in message]
             operation = entries[0] if len(entries) == 1 else f"{entries[0]} to {message[-1].label}"
-            pendings += [self._start(partial(self._gather, message), operation)] * len(message)
+            pendings += [self._start(partial(self._gather, message), operation, trace.GATHER)] * len(message)
         return pendings
 
     def _gather(self, message: list[Gather]) -> None:
@@ -159,12 +166,12 @@ class Lane:
     def reduce_scatter(self, whole: Tensor, shard: Tensor, label: str) -> Pending:
         """Averages ``whole`` over the ranks. This rank's slice goes to ``shard``, which may be that slice."""
         operation = self._note(Collective.REDUCE_SCATTER, whole, label)
-        return self._start(lambda: self._transport.reduce_scatter(whole, shard, label), operation)
+        return self._start(lambda: self._transport.reduce_scatter(whole, shard, label), operation, trace.REDUCE)
 
     def all_reduce(self, whole: Tensor, label: str) -> Pending:
         """Averages ``whole`` over the ranks, in place."""
         operation = self._note(Collective.ALL_REDUCE, whole, label)
-        return self._start(lambda: self._transport.all_reduce(whole, label), operation)
+        return self._start(lambda: self._transport.all_reduce(whole, label), operation, trace.REDUCE)
 
     def gather_small(self, value: Tensor) -> Tensor:
         """The values of all ranks, one row each. Neither counted nor hashed."""
@@ -215,18 +222,24 @@ class Lane:
             self.meter.count(kind, whole.numel(), whole.element_size())
         return entry
 
-    def _start(self, start: Callable[[], Finish | None], operation: str) -> Pending:
+    def _start(self, start: Callable[[], Finish | None], operation: str, track: str | None = None) -> Pending:
+        """``track``: where a trace shows the operation. None shows it nowhere."""
         self._watchdog.check()
         try:
             if self.stream is None:
+                traced = trace.collective(track, operation)
                 finish = start()
-                return Done() if finish is None else _OnHost(self._watchdog, finish, operation)
+                if finish is not None:
+                    return _OnHost(self._watchdog, finish, operation, traced)
+                if traced is not None:
+                    traced()
+                return Done()
             # The lane waits for all work that the device was given so far. Inputs are then written, and nobody reads
             # released memory any more. Work that the device is given later runs at the same time as the lane.
             before, ready = torch.cuda.current_stream(self._device), torch.cuda.Event()
             ready.record(before)
             self.stream.wait_event(ready)
-            with _Current(self.stream, before):
+            with _Current(self.stream, before), trace.on_stream(track, operation) if track else _NOTHING:
                 start()
         except RuntimeError as error:
             self._watchdog.raise_stall(operation, error)

@@ -19,7 +19,7 @@ from ..states.device_home import DeviceHome, round_masters
 from ..states.flat import Flat, publish_rounded
 from ..states.stash import take_all
 from ..states.updates import FlatStates, Updates
-from ..system import compat
+from ..system import compat, trace
 from .foreign import step_freely
 
 
@@ -60,7 +60,9 @@ class DeviceUpdates(Updates):
 
     def update(self, order: list[Flat], step: int) -> Iterator[list[Flat]]:
         for batch in self._batches(order):
+            trace.phase("update")
             self._update(batch)
+            trace.phase(None)
             yield batch
 
     def _batches(self, order: list[Flat]) -> Iterator[list[Flat]]:

@@ -17,7 +17,7 @@ from ..comm.fabric import Fabric
 from ..states.flat import Flat
 from ..states.gradient import read_user_changes
 from ..states.updates import Updates
-from ..system import compat
+from ..system import compat, trace
 from .device_updates import DeviceUpdates
 from .foreign import TrainedParameters, step_freely
 from .piece_states import PieceStates
@@ -143,7 +143,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._passes.begin_step()
         self.steps += 1
         order = self._passes.order
-        if self._treatment.apply(self.steps, order):
+        trace.phase("norm, clipping")
+        applied = self._treatment.apply(self.steps, order)
+        trace.phase(None)
+        if applied:
             outdated = set(self._flats)
             for updates in self._updates:
                 for updated in updates.update(order, self.steps):

@@ -95,6 +95,10 @@ class Foresight:
     def counts_activations(self) -> bool:
         return self.activations is None
 
+    def expect(self, micro_batches: int) -> None:
+        """From now on a step has so many micro-batches."""
+        self._setup = replace(self._setup, micro_batches=micro_batches)
+
     def row(self, stage: int, variant: Variant) -> Row:
         """The plan of one stage and offload."""
         setup = replace(self._setup, stage=stage, offload=variant.offload)

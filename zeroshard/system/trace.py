@@ -1,4 +1,4 @@
-"""A trace of what ran when: computing on the device, copies both ways, and updates on the host.
+"""A trace of what ran when: computing on the device, collectives, copies both ways, and updates on the host.
 
     with zeroshard.trace("step.json") as trace:
         ...                                    # a step or two
@@ -22,7 +22,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 COMPUTE, DOWN, UP, UPDATE = "compute", "to the host", "to the device", "host update"
+GATHER, REDUCE = "gather", "reduce"
+"""Collectives: from when the lane can begin one until it is done. On a CPU, until somebody has waited for it."""
+MARK = "mark"
+"""Moments without length, such as the end of a step."""
 COPIES, WORK = (DOWN, UP), (COMPUTE, UPDATE)
+TRACKS = (COMPUTE, GATHER, REDUCE, UPDATE, DOWN, UP, MARK)
 
 
 Moment = torch.cuda.Event | float
@@ -48,8 +53,9 @@ class Span(NamedTuple):
 class Trace:
     """The spans of one ``with`` block."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | None, *, yields: bool = False) -> None:
+        """``yields``: a trace that the user begins takes the place of this one."""
+        self._device, self.yields = device, yields
         self._lock = threading.Lock()
         self._recorded: list[tuple[str, str, Moment, Moment]] = []
         self._phase: tuple[str, Moment] | None = None
@@ -76,6 +82,16 @@ class Trace:
         if self._phase is not None:
             self._record(COMPUTE, *self._phase, now)
         self._phase = None if name is None else (name, now)
+
+    def mark(self, name: str) -> None:
+        """Notes the moment that the current stream has reached."""
+        now = self._now()
+        self._record(MARK, name, now, now)
+
+    def begin_span(self, track: str, name: str) -> Callable[[], None]:
+        """Begins a phase by the host's clock. The returned function ends it."""
+        begin = time.perf_counter()
+        return lambda: self._record(track, name, begin, time.perf_counter())
 
     def finish(self) -> None:
         """Waits for the device and reads its clock."""
@@ -124,7 +140,8 @@ class Trace:
 
     def export(self, path: str | Path) -> None:
         """Writes the spans as trace events of Chrome."""
-        tracks = {track: number for number, track in enumerate((COMPUTE, UPDATE, DOWN, UP))}
+        present = {span.track for span in self.spans}
+        tracks = {track: number for number, track in enumerate(TRACKS) if track in present}
         events: list[dict[str, object]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": track}}
             for track, number in tracks.items()
@@ -156,20 +173,48 @@ def wait_for(source: BackgroundWork) -> None:
 def trace(path: str | Path | None = None) -> Iterator[Trace]:
     """Records what runs in this process inside the block. Writes it to ``path`` when the block ends."""
     global _active
-    if _active is not None:
+    if _active is not None and not _active.yields:
         raise RuntimeError("zeroshard.trace() is recording already; end that block first")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-    _active = recording = Trace(device)
+    _active = recording = Trace(_device())
     try:
         yield recording
     finally:
-        for source in list(_sources):
-            with suppress(RuntimeError):  # a failed update raises in the next call of its own model
-                source.wait()  # an update that began inside the block belongs to the trace
+        _wait_for_sources()
         _active = None
         recording.finish()
         if path is not None:
             recording.export(path)
+
+
+def begin() -> Trace | None:
+    """Begins a trace that ends with ``end``. None if there is a trace already. ``trace()`` takes its place."""
+    global _active
+    if _active is not None:
+        return None
+    _active = Trace(_device(), yields=True)
+    return _active
+
+
+def end(recording: Trace) -> bool:
+    """Ends a trace that ``begin`` returned. False if another trace took its place, so that it is not complete."""
+    global _active
+    if _active is not recording:
+        return False
+    _wait_for_sources()
+    _active = None
+    recording.finish()
+    return True
+
+
+def _device() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+
+
+def _wait_for_sources() -> None:
+    """Waits for updates on the host: what began inside a trace belongs to it."""
+    for source in list(_sources):
+        with suppress(RuntimeError):  # a failed update raises in the next call of its own model
+            source.wait()
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -183,6 +228,11 @@ def on_host(track: str, name: str) -> AbstractContextManager[None]:
 def on_stream(track: str, name: str) -> AbstractContextManager[None]:
     """A phase of the current stream, if a trace is recording."""
     return _NOTHING if _active is None else _active.on_stream(track, name)
+
+
+def collective(track: str | None, name: str) -> Callable[[], None] | None:
+    """A collective that the host itself completes begins. Returns a function to call at its end; None without trace."""
+    return None if _active is None or track is None else _active.begin_span(track, name)
 
 
 def phase(name: str | None, title: str = "") -> None:

@@ -14,6 +14,7 @@ import zeroshard
 from ..comm.process_group import end_process_group
 from ..config.finetune import LanguageModelConfig
 from ..config.job import Job
+from ..recorder.recorder import Recorder
 from ..runtime import runtime_of
 from ..storage.claim import claimed
 from ..system.allocator import defragment
@@ -66,13 +67,14 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     )
     probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = RunCheckpoints(start, out, model, optimizer, scheduler)
-    with probe, Bar(job.train.steps, console) as bar, checkpoints:
+    recorder = Recorder(model, out, tokens=task.tokens_a_step, batch=job.train.batch)
+    with recorder, probe, Bar(job.train.steps, console) as bar, checkpoints:
         saved = checkpoints.load()
         done = 0 if saved is None else int(saved["step"])
         if saved is None:
             if resume != NEVER:
                 say(console, "no checkpoint to resume from: training begins at the first step")
-            _evaluate(task, model, 0, record, console)
+            _evaluate(task, model, 0, record, recorder, console)
             _say_sample(task, model, "before", console)
             record.disturbed(0)
         else:
@@ -98,12 +100,13 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
             last = step == job.train.steps
             if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
                 record.measured(step, mean(model, total), zeroshard.stats(model))
+                recorder.log(loss=record.losses[-1])
                 bar.show(step, record)
             if last:
                 zeroshard.synchronize(model)  # publishes a delayed update
             if step % job.train.evaluate_every == 0 or last:
-                with record.stopwatch.paused():
-                    _evaluate(task, model, step, record, console)
+                with record.stopwatch.paused(), recorder.paused():
+                    _evaluate(task, model, step, record, recorder, console)
             if checkpoints.after_step(step, record.state_dict()):
                 say(console, f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
@@ -117,6 +120,8 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     if here.rank != 0:
         return
     if stopped is not None:
+        if recorder.report is not None:
+            say(console, f"report: {recorder.report}")
         if checkpoints.stopped_by_signal:
             say(console, "go on with the same command and --resume auto")
         tell_launcher(BY_SIGNAL if checkpoints.stopped_by_signal else stopped)
@@ -132,6 +137,8 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
         return
     for part in task.closing(record, out):
         console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    if recorder.report is not None:
+        say(console, f"report: {recorder.report}")
 
 
 def _build(task: Task, job: Job) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
@@ -155,10 +162,11 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
     return LOWEST_LR + (1 - LOWEST_LR) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def _evaluate(task: Task, model: nn.Module, step: int, record: Record, console: Console) -> None:
+def _evaluate(task: Task, model: nn.Module, step: int, record: Record, recorder: Recorder, console: Console) -> None:
     loss = task.evaluate(model)
     if loss is not None:
         record.evaluated(step, loss)
+        recorder.evaluated(loss, step)
         say(console, evaluation_line(step, record))
 
 

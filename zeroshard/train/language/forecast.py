@@ -1,7 +1,7 @@
 """What the plan says of a job before it starts: stage, offload and micro-batch for the memory that ranks have."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,14 +34,6 @@ class Forecast:
     row: Row
     """The plan of it."""
     fits: bool
-
-
-class _Foresight(Foresight):
-    """The foresight for several micro-batches a step."""
-
-    def __init__(self, micro_batches: int, *given: Any) -> None:
-        super().__init__(*given)
-        self._setup = replace(self._setup, micro_batches=micro_batches)
 
 
 def forecast(
@@ -119,7 +111,8 @@ def _with_batch(
 ) -> Forecast:
     times = -(-sequences // batch)
     config = Config.parse({**_allowed(options, times), "example": example})
-    foresight = _Foresight(times, model, optimizer, config, ranks, room)
+    foresight = Foresight(model, optimizer, config, ranks, room)
+    foresight.expect(times)
     advice = foresight.advise()
     row = foresight.row(advice.stage, Variant(name_of(advice.offload), advice.offload))
     asked = f"stage {advice.stage}, offload {row.variant.name}, as asked"

@@ -1,0 +1,256 @@
+"""Records a run: a hook of the optimizer's ``step()`` that writes lines, and a trace of a few steps now and then."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ..report import journal, page
+from ..runtime import Runtime, runtime_of
+from ..system import trace
+from .facts import memory_facts, run_facts, trace_facts, volume_facts
+from .late import Late, LateNumbers
+
+REPORT = "report.html"
+TRACED_STEPS = 3
+TRACED_AFTER = (4, 64, 1024)
+"""After so many steps of this process some steps are traced. The latest trace counts."""
+
+
+@dataclass
+class _Line:
+    """A step whose line is not written yet: a value of it may still come."""
+
+    step: int
+    seconds: float | None
+    values: dict[str, Any] = field(default_factory=dict)
+    """What is known beside: "lr", "tokens" and "loss", a number that comes later."""
+
+
+@dataclass
+class _Tracing:
+    """A trace of some steps that goes on."""
+
+    recording: trace.Trace
+    first: int
+    left: int = field(default=TRACED_STEPS)
+
+
+class Recorder:
+    """Writes what happens to a sharded model to a journal in a folder. Use as a context manager, on all ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        *,
+        tokens: int | None = None,
+        batch: int | None = None,
+        name: str = "",
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        """``tokens`` of all ranks in a step; ``batch``: samples of a rank in a micro-batch, which advice speaks of.
+
+        ``say`` is called on rank 0 with the path of the report.
+        """
+        self._runtime: Runtime = runtime_of(model)
+        if self._runtime.optimizer is None:
+            raise ValueError("this model was sharded without an optimizer, so it makes no steps that could be recorded")
+        self._optimizer = self._runtime.optimizer
+        self.folder, self._name, self._say = Path(folder), name, say
+        self._tokens, self._batch = tokens, batch
+        self.report: Path | None = None
+        """The page, once the block has ended. On rank 0 only."""
+        self._writes = self._runtime.fabric.rank == 0
+        self._journal: journal.Journal | None = None
+        self._late = LateNumbers(self._runtime.fabric.device)
+        self._lines: deque[_Line] = deque()
+        self._before: list[dict[str, Any]] = []
+        """Evaluations before the first step, which come after the line that begins the run."""
+        self._early: dict[str, Any] = {}
+        self._made = 0
+        self._backwards = self._runtime.reducer.backwards
+        self._last, self._paused = time.perf_counter(), 0.0
+        self._disturbed = False
+        """There was a pause since the last step. What it communicated counts for the step after it."""
+        self._tracing: _Tracing | None = None
+        self._wants_trace = False
+        self._next_look = 2
+
+    # -- what a loop calls ----------------------------------------------------------------------------------------
+
+    def log(self, *, loss: Any = None, lr: float | None = None, tokens: float | None = None) -> None:
+        """Adds values to a step: before ``step()`` to the one that comes, after it to the one that was made.
+
+        ``loss`` may be a tensor of the device: it is read later, without waiting. The learning rate of the first group
+        is recorded anyway. ``tokens`` are those of all ranks in this step.
+        """
+        if self._journal is None:
+            return
+        known: dict[str, Any] = {"lr": lr, "tokens": tokens}
+        given = {name: value for name, value in known.items() if value is not None}
+        if loss is not None:
+            given["loss"] = self._late.take(loss, "loss")
+        if self._lines and self._runtime.reducer.backwards == self._backwards:
+            self._lines[-1].values.update(given)
+        else:
+            self._early.update(given)
+
+    def evaluated(self, loss: float, step: int | None = None) -> None:
+        """Adds a loss on held-out data, after the last step or after ``step``."""
+        line = {"step": self._optimizer.steps if step is None else step, "loss": float(loss)}
+        if self._made:
+            self._write("evaluation", **line)
+        else:
+            self._before.append(line)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of this block, such as an evaluation or a save, belongs to no step."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - began
+            self._disturbed = True
+
+    # -- the block ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        if self._writes:
+            self._journal = journal.Journal(self.folder)
+        self._last, self._paused = time.perf_counter(), 0.0
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._hook.remove()
+        self._end_trace()
+        ranks = None
+        if error is None:  # a collective: after an error the other ranks may not come
+            mine = memory_facts(self._runtime)
+            ranks = self._runtime.fabric.gather_objects((sum(mine["device"].values()), mine["peak"]))
+        if self._journal is None or not self._made:
+            return
+        with suppress(RuntimeError):  # after an error of the device nothing more can be read
+            self._write_lines(wait=error is None)
+        self._write("memory", step=self._optimizer.steps, **memory_facts(self._runtime))
+        if ranks is not None:
+            peaks = [peak for _, peak in ranks if peak is not None]
+            self._write("ranks", states=[states for states, _ in ranks], peak=peaks)
+        self._write(
+            "end", step=self._optimizer.steps, reason="finished" if kind is None else f"ended by {kind.__name__}"
+        )
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+            self._write_report()
+
+    def _write_report(self) -> None:
+        path = self.folder / REPORT
+        try:
+            path.write_text(page.render([journal.read(self.folder)]), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            warnings.warn(f"no report was written: {error}", stacklevel=3)
+            return
+        self.report = path
+        if self._say is not None:
+            self._say(f"report: {path}")
+
+    # -- after each step ------------------------------------------------------------------------------------------
+
+    def _after_step(self, *_: object) -> None:
+        """The hook of ``step()``."""
+        now, runtime = time.perf_counter(), self._runtime
+        self._made += 1
+        micro_batches, self._backwards = runtime.reducer.backwards - self._backwards, runtime.reducer.backwards
+        if self._journal is not None:
+            step = self._optimizer.steps
+            if self._made == 1:
+                self._begin(step, max(1, micro_batches))
+            self._write_lines()
+            seconds = now - self._last - self._paused if self._made > 1 else None
+            usual = {"lr": self._optimizer.param_groups[0].get("lr"), "tokens": self._tokens}
+            self._lines.append(_Line(step, seconds, {**usual, **self._early}))
+            self._early, self._paused = {}, 0.0
+            self._look(step, max(1, micro_batches))
+            self._disturbed = False
+        self._last = time.perf_counter() if self._made == 1 else now
+
+    def _begin(self, step: int, micro_batches: int) -> None:
+        """The first step: what runs, and what the plan says of it."""
+        known = {"tokens": self._tokens, "batch": self._batch, "micro_batches": micro_batches}
+        self._write("run", **run_facts(self._runtime, self._name, self.folder, step - 1, **known))
+        for evaluation in self._before:
+            self._write("evaluation", **evaluation)
+        if self._runtime.plan_beside is not None:
+            with suppress(ValueError):  # the plan cannot say it of every setting
+                self._write("plan", **self._runtime.plan_beside(micro_batches))
+
+    def _look(self, step: int, micro_batches: int) -> None:
+        """Memory and volume at the 2nd, 4th, 8th ... step; some steps are traced."""
+        if self._made >= self._next_look and not self._disturbed:
+            self._next_look = 2 * self._made
+            self._write("memory", step=step, **memory_facts(self._runtime))
+            self._write("volume", step=step, **volume_facts(self._runtime, micro_batches))
+        began = time.perf_counter()
+        if self._tracing is not None:
+            self._tracing.recording.mark("step")
+            self._tracing.left -= 1
+            if not self._tracing.left:
+                self._end_trace()
+        self._wants_trace |= self._made in TRACED_AFTER
+        if self._wants_trace and self._tracing is None and (recording := trace.begin()) is not None:
+            self._wants_trace = False
+            recording.mark("step")
+            self._tracing = _Tracing(recording, step + 1)
+        self._paused = time.perf_counter() - began  # beginning and ending a trace waits for the device
+
+    def _end_trace(self) -> None:
+        """Writes the steps of a trace that were completed."""
+        tracing, self._tracing = self._tracing, None
+        if tracing is None:
+            return
+        if not trace.end(tracing.recording):  # the user began one
+            self._wants_trace = True
+        elif tracing.left < TRACED_STEPS:
+            self._write("trace", **trace_facts(tracing.recording, tracing.first))
+
+    def _write_lines(self, *, wait: bool = False) -> None:
+        """Writes the lines of steps whose values have come, in order."""
+        if wait and self._lines and self._runtime.fabric.device.type == "cuda":
+            torch.cuda.synchronize(self._runtime.fabric.device)
+        while self._lines:
+            line = self._lines[0]
+            values = {"step": line.step, "seconds": line.seconds, **line.values}
+            if "loss" in values:
+                late: Late = values["loss"]
+                values["loss"] = late()
+                if values["loss"] is None:
+                    return
+            self._lines.popleft()
+            self._write("step", **{name: _number(value) for name, value in values.items() if value is not None})
+
+    def _write(self, kind: str, **values: object) -> None:
+        """Writes a line. A full disk ends the recording, and not the run."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.write(kind, **values)
+        except OSError as error:
+            warnings.warn(f"the recording of this run ends: {error}", stacklevel=2)
+            self._journal = None
+
+
+def _number(value: object) -> object:
+    """An int as it is, and whatever else can be a float: a learning rate may be a tensor of the CPU."""
+    return value if isinstance(value, int) else float(value)  # type: ignore[arg-type]
