@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.docs.given import preamble
@@ -14,6 +16,15 @@ for batch in batches:
     model(batch).backward()
     optimizer.step()
     optimizer.zero_grad()
+"""
+RECORDED = """
+import sys
+model, optimizer = zeroshard.shard(model, optimizer)
+with zeroshard.record(model, sys.argv[1]):
+    for batch in batches:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 """
 MODELS = """
 import torch
@@ -31,6 +42,9 @@ def furnish(folder: Path) -> None:
 
     (folder / "my.toml").write_text(presets()["tiny"].read_text())
     (folder / "train.py").write_text(preamble("model, optimizer, batches") + PROGRAM)
+    recorded = preamble("model, optimizer, batches") + RECORDED
+    for name in ("runs/mine", "runs/a", "runs/b"):
+        subprocess.run([sys.executable, "-c", recorded, name], cwd=folder, check=True, capture_output=True)
     (folder / "my_project").mkdir()
     (folder / "my_project" / "models.py").write_text(MODELS)
     tokenizer = ByT5Tokenizer()
