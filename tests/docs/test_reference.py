@@ -11,6 +11,7 @@ import from_code
 import pytest
 from from_code import commands, texts
 
+import zeroshard
 from tests.docs.pages import DOCS, ROOT
 from zeroshard.config.checks import Options, fields_of
 from zeroshard.config.options import Config
@@ -99,3 +100,9 @@ def test_every_key_of_a_machine_profile_is_explained() -> None:
         for key, value in tomllib.loads(file.read_text()).items():
             keys = [(f"`[{key}]`", inner) for inner in value] if isinstance(value, dict) else [("top of the file", key)]
             assert rows >= set(keys), keys
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (DOCS / "reference" / "api.md").read_text() + (DOCS / "reference" / "options.md").read_text()
+    for name in zeroshard.__all__:
+        assert re.search(rf"zeroshard\.{name}\b", text), name
