@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -104,8 +104,13 @@ def gathered_gradients(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tensor]:
+def full_state_dict(
+    model: nn.Module, rank: int | None = None, only: Callable[[str], bool] | None = None
+) -> dict[str, Tensor]:
     """The model's whole state dict in CPU tensors. With ``rank``, all other ranks get an empty dict.
+
+    ``only`` is asked for every name whether its tensor is wanted, and must answer the same on all ranks. A frozen base
+    is then not gathered for the sake of its adapters: ``only=lambda name: "lora_" in name``.
 
     Gathers one unit at a time. Collective: call it on all ranks.
     """
@@ -115,12 +120,16 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Tens
     wanted = rank is None or rank == runtime.fabric.rank
     # All ranks take part in the gathers. Only the ranks that want the values copy them.
     with runtime.fabric.watchdog.during("full_state_dict()"):
-        parameters = runtime.whole_parameters()
+        names = {
+            name: value
+            for name, value in runtime.model.state_dict(keep_vars=True).items()
+            if only is None or only(name)
+        }
+        parameters = runtime.whole_parameters(None if only is None else {id(value) for value in names.values()})
         values = {id(parameter): whole.to("cpu", copy=True) for parameter, whole in parameters if wanted}
         runtime.fabric.watchdog.check()  # a gather that was aborted meanwhile has not brought its values
     if not wanted:
         return {}
-    names = runtime.model.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
     for name, value in names.items():
         if id(value) in values:

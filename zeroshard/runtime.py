@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -247,15 +247,36 @@ class Runtime(NotCopyable):
         with self.reducer.gathered():
             yield
 
-    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def whole_parameters(self, wanted: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with its whole values. They are valid until the next parameter comes: one unit is gathered.
 
-        Collective: all ranks must iterate to the end.
+        ``wanted`` has the ``id`` of each parameter to give, the same on all ranks. Flats that have none of them are not
+        gathered. Collective: all ranks must iterate to the end.
         """
         for unit in self.units:
-            with self.gathered([unit]):
-                for parameter in (parameter for flat in unit.flats for parameter in flat.parameters):
-                    yield parameter, parallel.whole(parameter, parallel.local(parameter)).detach()
+            flats = [flat for flat in unit.flats if wanted is None or any(id(p) in wanted for p in flat.parameters)]
+            with self.gathered([unit]) if flats == unit.flats else self._gathered_flats(flats):
+                for parameter in (parameter for flat in flats for parameter in flat.parameters):
+                    if wanted is None or id(parameter) in wanted:
+                        yield parameter, parallel.whole(parameter, parallel.local(parameter)).detach()
+
+    @contextmanager
+    def _gathered_flats(self, flats: list[Flat]) -> Iterator[None]:
+        """Inside, some flats of a unit are present, and the others stay as they are."""
+        self.check_awake("gathered()")
+        absent, watched = [flat for flat in flats if not flat.present], [flat for flat in flats if flat.watched]
+        try:
+            with self.fabric.watchdog.during("gathered()"):
+                for flat in flats:
+                    flat.gather()
+                for flat in flats:
+                    flat.wait()
+            yield
+        finally:
+            for flat in absent:
+                flat.release()
+            for flat in watched:
+                flat.watch()
 
     def whole_units(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
         """Copies of the whole parameters of one unit after the other. Between two units nothing is gathered.
@@ -292,6 +313,7 @@ class Runtime(NotCopyable):
             loss_scale=None if self.scaler is None else self.scaler.scale,
             stop_reason=self.faults.stop_reason,
             recomputed_blocks=0 if self.checkpoints is None else self.checkpoints.recomputed,
+            exposed_waits=self.fabric.waits.seconds(),
             recompute_reason=None if self._chooses is None else self._chooses.reason,
         )
 
@@ -377,6 +399,7 @@ class Runtime(NotCopyable):
         if self._chooses is not None:
             self._chooses.end_step()
         self._buffers.follow_rank_zero()
+        self.fabric.waits.read()
         volume = self.fabric.take_volume()
         self._traffic = StepTraffic(
             volume=volume.shards,

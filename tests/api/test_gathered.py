@@ -28,6 +28,7 @@ from tests.training import (
     trained_plainly_from,
     weights,
 )
+from zeroshard.runtime import runtime_of
 
 # -- gathered ---------------------------------------------------------------------------------------------------------
 
@@ -319,6 +320,32 @@ def test_a_full_state_dict_of_a_model_that_is_not_sharded_is_refused() -> None:
         zeroshard.full_state_dict(model.blocks[0])
     with pytest.raises(ValueError, match="not sharded"):
         zeroshard.full_state_dict(net())
+
+
+@in_stages
+@on_ranks(2)
+def test_a_full_state_dict_of_some_tensors_gathers_no_others(stages: Stages) -> None:
+    for stage in stages:
+        model = net(depth=2)
+        expected = dict(model.state_dict())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
+        model, optimizer = zeroshard.shard(model, sgd([p for p in model.parameters() if p.requires_grad]), stage=stage)
+        fabric = runtime_of(model).fabric
+        fabric.take_volume()
+        found = zeroshard.full_state_dict(model, rank=1, only=lambda name: name.endswith("bias"))
+        biases = {name: value for name, value in expected.items() if name.endswith("bias")}
+        moved = sum(traffic.elements for traffic in fabric.take_volume().shards.values())
+        if dist.get_rank() == 1:
+            assert list(found) == list(biases)
+            assert_same(found, biases)
+        else:
+            assert found == {}
+        trained = sum(flat.layout.numel for flat in runtime_of(model).flats if flat.trainable)
+        assert moved == (trained if stage == 3 else 0)
+        assert_same(zeroshard.full_state_dict(model), expected)
+        train(model, optimizer, 0)  # nothing stays gathered or hidden
+        assert zeroshard.full_state_dict(model, only=lambda _: False) == {}
 
 
 # -- the compiled model -----------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.train.language.chats import chats, make_model, text, write_lines
 from zeroshard.cli.main import main
 from zeroshard.config.job import load_job
 from zeroshard.train.loop import train
+from zeroshard.train.stopping import command_title
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SMALL = ["--device", "cpu", "--sequence", "32", "--tokens-per-step", "160", "--set", "train.report_every=2"]
@@ -90,7 +93,11 @@ def test_a_job_on_one_rank_plans_learns_and_ends_with_a_folder_that_transformers
 
     file = tmp_path / "finetune.toml"
     file.write_text(CONFIGURATION.format(model=made.model, data=made.chats))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokens-0123456789abcdef.safetensors").write_text("of earlier data")
     train(load_job(str(file)), tmp_path)
+    (stored,) = (tmp_path / "cache").iterdir()
+    assert stored.stat().st_size > 1000
     shown = capfd.readouterr().out
     order = ["llama: 0.04M parameters", "plan: stage", "micro-batch: 5 × 32 tokens", "held-out loss", "before training"]
     order += ["step 1/6", "step 6/6", "a sample after training", "per rank", "import transformers", "from_pretrained("]
@@ -119,8 +126,10 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(
     shown = capsys.readouterr().out
     assert re.search(r"data: \d+ document\(s\) to train on, \d+ held out, [\d,]+ tokens in \d+ sequences of 32", shown)
     assert f"steps of 5 × 32 tokens, lr {'0.0002' if lora else '2e-05'}" in shown
-    assert "plan: stage 0, offload none chosen" in shown
-    assert "and activations by example=" in shown
+    assert max(len(line) for line in shown.splitlines()) <= 100
+    flowing = " ".join(shown.split())
+    assert "plan: stage 0, offload none chosen" in flowing
+    assert "and activations by example=" in flowing
     assert "micro-batch: 3 × 32 tokens, 1 a step, 0 of 2 blocks recomputed" in shown
     assert shown.endswith("a dry run: nothing was started\n")
     assert not out.exists()
@@ -163,11 +172,45 @@ def test_a_rank_can_trace_a_run_whose_steps_follow_from_the_data(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[object] = []
-    monkeypatch.setattr("zeroshard.cli.running._be_a_rank", lambda job, out, trace, resume: begun.append(trace) or 0)
+    monkeypatch.setattr("zeroshard.cli.running._be_a_rank", lambda job, out, given: begun.append(given.trace) or 0)
     trace = tmp_path / "trace.json"
     given = [made.model, made.chats, *SMALL, "--trace", str(trace), "--out", str(tmp_path / "run")]
     assert main(["finetune", *given]) == 0
     assert begun == [trace]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--json"], "--json is for the steps of a run, and --dry-run makes none"),
+        (["--resume", "nowhere"], "--resume nowhere: no such folder"),
+        (["--resume", "{empty}"], "no complete checkpoint there"),
+        (["--trace", "{empty}/none/trace.json"], "its folder does not exist"),
+        (["--steps", "2", "--trace", "{empty}/trace.json"], "--trace: of 2 step(s) none has settled"),
+        (["--set", "train.log=tensorbord"], "train.log: must name some of tensorboard, wandb, trackio"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    arguments: list[str], told: str, made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.replace("{empty}", str(tmp_path)) for argument in arguments]
+    run = ["finetune", made.model, made.chats, *SMALL, "--dry-run", "--ranks", "2", "--out", str(tmp_path / "run")]
+    assert main([*run, *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_told_during_the_run_is_passed_on_to_the_ranks(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("zeroshard.cli.running.launch", lambda ranks, nodes, argv, restarts: started.append(argv) or 0)
+    out = tmp_path / "run"
+    given = [made.model, made.chats, *SMALL, "--json", "--log", "tensorboard", "--log", "wandb", "--out", str(out)]
+    monkeypatch.setattr("zeroshard.integrations.requirement.find_spec", lambda name: SimpleNamespace(origin=name))
+    assert main(["finetune", *given]) == 0
+    assert "--json" in started[0]
+    assert load_job(str(out / "finetune.toml")).train.log == ("tensorboard", "wandb")
+    assert command_title() == "zeroshard finetune"
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft"])
@@ -286,6 +329,25 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(runs: Runs, made: Made, tm
 
 
 @pytest.mark.slow
+def test_with_json_standard_output_has_lines_of_json_alone(made: Made, tmp_path: Path) -> None:
+    given = [made.model, made.chats, *SMALL, "--steps", "4", "--ranks", "2", "--json", "--out", str(tmp_path)]
+    events = [json.loads(line) for line in finetune("finetune", *given).splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 4]
+    assert Path(events[-1]["weights"][-1]).exists()
+
+
+@pytest.mark.slow
+def test_a_finetuning_that_fails_is_told_by_its_own_name(made: Made, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    given = [made.model, made.chats, *SMALL, "--ranks", "1", "--out", str(tmp_path / "run"), "--resume", str(empty)]
+    command = [sys.executable, "-m", "zeroshard", "finetune", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=ONE_THREAD)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith("zeroshard finetune: rank 0 failed: ResumeError: --resume ")
+
+
+@pytest.mark.slow
 def test_adapters_learn_and_peft_loads_them(runs: Runs, made: Made) -> None:
     import peft
 
@@ -298,6 +360,20 @@ def test_adapters_learn_and_peft_loads_them(runs: Runs, made: Made) -> None:
     weights = {name: value for name, value in model.named_parameters() if ".lora_B." in name}
     assert len(weights) == 14
     assert all(value.abs().sum() > 0 for value in weights.values())
+
+
+@pytest.mark.slow
+def test_adapters_go_on_from_a_checkpoint_without_the_base(runs: Runs, made: Made) -> None:
+    shown, out = runs("adapters", "--ranks", "2", "--lora", "4", "--stage", "3", "--save-every", "4")
+    middle = out / "checkpoints" / "step-00000004"
+    base = (Path(made.model) / "model.safetensors").stat().st_size
+    assert sum(file.stat().st_size for file in middle.glob("*.safetensors")) < base / 2
+    again, folder = runs("adapters-again", "--ranks", "1", "--lora", "4", "--stage", "1", "--resume", str(middle))
+    assert "resumed after step 4/8" in again
+    assert losses(again)[-2:] == pytest.approx(losses(shown)[-2:], abs=2e-3)
+    mine, theirs = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (folder, out))
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, atol=2e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.slow

@@ -275,6 +275,21 @@ def test_a_rank_that_raises_is_told_once_in_plain_words(tmp_path: Path) -> None:
     assert "ChildFailedError" not in done.stderr
 
 
+@pytest.mark.slow
+def test_with_json_standard_output_has_lines_of_json_alone_and_one_rank_logs(tmp_path: Path) -> None:
+    done = train("--ranks", "2", "--json", "--log", "tensorboard", "--offload", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["event"] for event in events if event["event"] != "evaluation"] == ["start", *["step"] * 4, "end"]
+    assert events[0]["ranks"] == 2
+    assert steps[-1]["host_memory"]["optimizer_states"] > 0
+    assert steps[-1]["exposed_waits"]["collectives"] > 0
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert training_losses(done.stderr) == pytest.approx([step["loss"] for step in steps], abs=1e-3)
+    assert "a sample from the saved weights" in done.stderr
+
+
 def start_endless(
     tmp_path: Path, *arguments: str, preexec: Callable[[], object] | None = None
 ) -> subprocess.Popen[str]:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tests.ranks import on_ranks
 from zeroshard.comm.transport import Collectives, Finish, PointToPoint, Transport
+from zeroshard.system.waits import Waits
 
 WORLD = 3
 SHARD = 4
+CPU = torch.device("cpu")
 
 
 def complete(finish: Finish | None) -> None:
@@ -32,7 +34,7 @@ def test_messages_and_the_backends_collectives_gather_and_average_alike(dtype: t
     assert group is not None
     mine = slice(rank * SHARD, (rank + 1) * SHARD)
     average = values_of(1, dtype)  # the ranks have x, x + 3 and x + 6
-    transports: list[Transport] = [Collectives(group, "gloo"), PointToPoint(group, timedelta(seconds=30))]
+    transports: list[Transport] = [Collectives(group, "gloo"), PointToPoint(group, timedelta(seconds=30), Waits(CPU))]
     for transport in transports:
         whole = torch.zeros(WORLD * SHARD, dtype=dtype)
         complete(transport.all_gather(whole, average[mine].clone(), "a"))
@@ -51,7 +53,7 @@ def test_messages_and_the_backends_collectives_gather_and_average_alike(dtype: t
 def test_an_average_in_half_precision_does_not_overflow() -> None:
     group = dist.group.WORLD
     assert group is not None
-    transports: list[Transport] = [Collectives(group, "gloo"), PointToPoint(group, timedelta(seconds=30))]
+    transports: list[Transport] = [Collectives(group, "gloo"), PointToPoint(group, timedelta(seconds=30), Waits(CPU))]
     for transport in transports:
         whole = torch.full((4,), 60000.0, dtype=torch.float16)
         complete(transport.all_reduce(whole, "a"))

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zeroshard
 from tests.matrix import slow
 from tests.models import Block, Net, loss_of, net
 from tests.ranks import Pool, on_ranks
+from zeroshard.init.joined import Conversions
 
 
 class Tied(nn.Module):
@@ -426,13 +427,113 @@ def check_hugging_face(name: str) -> None:
         assert torch.equal(model.eval()(tokens).logits, expected.eval()(tokens).logits)
 
 
-def test_weights_that_transformers_would_join_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 12},
+    "qwen2_moe": {"num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 10},
+    "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 4},
+    "gpt_oss": {"num_local_experts": 3, "head_dim": 4},
+    "granitemoe": {"num_local_experts": 3},
+}
+"""Mixtures of experts, by transformers' name. All but the last two have each expert's tensors in the files."""
+
+
+def mixture(kind: str) -> Any:
+    import transformers
+
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.MixtralConfig(vocab_size=37, num_key_value_heads=2, num_local_experts=2, **sizes)
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
-    model = on_meta(lambda: transformers.MixtralForCausalLM(config))
-    with pytest.raises(
-        ValueError, match=r"it lacks 'model\.layers\.0.*joins tensors.*from_pretrained\(\) before shard"
-    ):
-        shard(model, weights=tmp_path)
+    more = {"vocab_size": 37, "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more, **MIXTURES[kind])
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("mixtral", 3), *(slow(kind, stage) for kind in MIXTURES for stage in (1, 3) if (kind, stage) != ("mixtral", 3))],
+)
+@on_ranks(2)
+def test_experts_of_the_files_are_joined_as_transformers_joins_them(kind: str, stage: int) -> None:
+    torch.manual_seed(3)
+    with folder_on_rank_0() as folder:
+        if dist.get_rank() == 0:
+            mixture(kind).save_pretrained(folder, max_shard_size=4000)
+        dist.barrier()
+        expected = type(mixture(kind)).from_pretrained(folder)
+        model = shard(on_meta(lambda: mixture(kind)), stage=stage, weights=folder)
+        state = zeroshard.full_state_dict(model)
+        assert state.keys() == expected.state_dict().keys()
+        for name, value in expected.state_dict().items():
+            assert torch.equal(state[name], value), name
+        tokens = torch.arange(6).view(1, 6)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(tokens).logits, expected.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", *map(slow, list(MIXTURES)[1:])])
+def test_a_model_knows_the_tensors_of_its_files(kind: str, tmp_path: Path) -> None:
+    model = mixture(kind)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    found = {
+        part.name: value[part.region]
+        for name, value in model.state_dict().items()
+        for part in Conversions(model).parts(name, tuple(value.shape))
+    }
+    assert found.keys() == stored.keys()
+    for name, value in found.items():
+        assert torch.equal(value, stored[name]), name
+
+
+def _without_an_expert(state: dict[str, Tensor]) -> None:
+    del state["model.layers.1.block_sparse_moe.experts.1.w3.weight"]
+
+
+def _with_another_shape(state: dict[str, Tensor]) -> None:
+    state["model.layers.1.block_sparse_moe.experts.1.w2.weight"] = torch.zeros(8, 13)
+
+
+def _with_another_dtype(state: dict[str, Tensor]) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
+    state[name] = state[name].half()
+
+
+def _with_one_expert_less(state: dict[str, Tensor]) -> None:
+    for name in [name for name in state if "layers.1.block_sparse_moe.experts.11." in name]:
+        del state[name]
+
+
+def _with_a_number_that_is_none(state: dict[str, Tensor]) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
+    state[name.replace(".1.w2", ".one.w2")] = state.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_without_an_expert, r"layers\.1\.mlp\.experts\.gate_up_proj' is made of 23 tensors.*some are missing"),
+        (_with_another_shape, r"experts\.1\.w2\.weight' is \[8, 13\] in F32, and .* \[8, 12\] in F32; both are parts"),
+        (_with_another_dtype, r"experts\.1\.w2\.weight' is \[8, 12\] in F16"),
+        (_with_one_expert_less, r"different shapes: \[11, .* in the model"),
+        (
+            _with_a_number_that_is_none,
+            r"'model\.layers\.1\.mlp\.experts\.down_proj' is made of 11 tensors|it has .*one\.w2",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_joined_are_refused_and_named(change: Any, told: str, tmp_path: Path) -> None:
+    mixture("mixtral").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=told):
+        shard(on_meta(lambda: mixture("mixtral")), weights=tmp_path)
+
+
+def test_weights_that_transformers_would_compute_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, image_size=4, patch_size=2)
+    model = transformers.ViTModel(config)
+    state = {name: value for name, value in model.state_dict().items() if "fc1" not in name}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"it lacks '.*fc1.*computes tensors.*from_pretrained\(\) before shard"):
+        shard(on_meta(lambda: transformers.ViTModel(config)), weights=tmp_path)

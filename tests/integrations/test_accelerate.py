@@ -51,6 +51,21 @@ def test_losses_norms_and_rates_are_those_of_ddp(name: str) -> None:
     assert sharded.rates == plain.rates
 
 
+@pytest.mark.parametrize("stage", [3, slow(1)])
+@on_ranks(2)
+def test_a_compiled_backend_compiles_the_blocks(stage: int) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with under_torchrun():
+        expected = Run({"stage": stage}).train(3).losses
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with under_torchrun():
+        run = Run({"stage": stage}, dynamo_backend="aot_eager").train(3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert run.losses == pytest.approx(expected, rel=1e-5)
+    assert type(run.model).__name__ == "LlamaForCausalLM", "there is no wrapper"
+
+
 def losses_of(folder: str, stage: int, save_after: int = 0, batches: int = 0, skip: int = 0) -> list[float]:
     """On each rank of some world. The batch of all ranks together is the same in every world."""
     with under_torchrun():
@@ -220,7 +235,7 @@ def test_what_does_not_go_together_is_told_at_once() -> None:
         (TypeError, "must be a dict of options", "stage 3", {}),
         (ValueError, "chooses the device", {"device": "cpu"}, {}),
         (ValueError, 'precision="fp16" computes', {"precision": "fp16"}, {"mixed_precision": "bf16"}),
-        (ValueError, "block.compile", {}, {"dynamo_backend": "inductor"}),
+        (ValueError, 'backend "cudagraphs" does not go', {}, {"dynamo_backend": "cudagraphs"}),
     ):
         with pytest.raises(error, match=words), under_torchrun():
             accelerator(options, **more)  # type: ignore[arg-type]

@@ -62,6 +62,41 @@ def test_losses_and_norms_are_those_of_ddp(name: str, tmp_path: Path) -> None:
     assert sharded.model_wrapped is sharded.model
 
 
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (1, {"torch_compile_backend": "aot_eager"}),
+        (3, {"torch_compile_backend": "aot_eager"}),
+        slow(3, {"torch_compile": True}),
+        slow(3, {"torch_compile": True, "torch_compile_mode": "max-autotune-no-cudagraphs"}),
+        slow(3, {"torch_compile_backend": "aot_eager", "gradient_checkpointing": True}),
+        slow(3, {"torch_compile_backend": "aot_eager", "lora": True}),
+        slow(3, {"torch_compile_backend": "aot_eager", "bf16": True}),
+        slow(2, {"torch_compile_backend": "aot_eager", "gradient_accumulation_steps": 2}),
+    ],
+)
+@on_ranks(2)
+def test_a_compiled_model_trains_as_an_uncompiled_one(stage: int, more: Options, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    rest = {name: value for name, value in more.items() if not name.startswith("torch_compile")}
+    settings: Options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": STEPS}
+    with under_torchrun():
+        plain = ran(tmp_path / "plain", {"stage": stage}, **settings, **rest)
+        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        compiled = ran(tmp_path / "compiled", {"stage": stage}, **settings, **more)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 2 <= graphs <= 6, "of the blocks, all alike: one to train, one to evaluate, a few for other shapes"
+    precision = 1e-2 if "bf16" in more else 1e-5
+    assert logged(compiled) == pytest.approx(logged(plain), rel=precision)
+    assert logged(compiled, "eval_loss") == pytest.approx(logged(plain, "eval_loss"), rel=precision)
+    assert compiled.model_wrapped is compiled.model, "there is no wrapper"
+    names = [
+        sorted(path.name for path in (tmp_path / name / "checkpoint-4").iterdir()) for name in ("plain", "compiled")
+    ]
+    assert names[0] == names[1]
+
+
 def losses_of(
     folder: str, stage: int, lora: bool = False, dropout: float = 0.0, resume: str | bool = False, **more: Any
 ) -> list[float]:
@@ -133,6 +168,53 @@ def test_what_is_saved_is_what_the_plain_trainer_saves(lora: bool, tmp_path: Pat
         for name, value in each.items():
             torch.testing.assert_close(value, saved[0][name], rtol=1e-3, atol=1e-4, msg=name)
     assert names[0] >= {file, "training_args.bin"}
+
+
+@pytest.mark.parametrize("kind", ["peft", "of transformers", "with a trained head", slow("prompts")])
+@on_ranks(2)
+def test_a_save_of_adapters_gathers_the_adapters_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    from zeroshard.integrations import adapters
+
+    lora: Options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    gathered: list[set[str]] = []
+    whole = adapters.full_state_dict
+
+    def watched(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        gathered.append(set(found := whole(*args, **kwargs)))
+        return found
+
+    monkeypatch.setattr(adapters, "full_state_dict", watched)
+    saved = []
+    with under_torchrun():
+        for zeroshard in (None, {"stage": 3}):
+            model = llama()
+            if kind == "of transformers":
+                model.add_adapter(LoraConfig(**lora))
+            elif kind == "prompts":
+                torch.manual_seed(4)
+                model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+            else:
+                modules = {"modules_to_save": ["lm_head"]} if kind == "with a trained head" else {}
+                model = get_peft_model(model, LoraConfig(**lora, **modules))
+            trained = trainer(tmp_path, zeroshard, model)
+            trained.train()
+            folder = tmp_path / str(zeroshard is None)
+            trained.save_model(str(folder))
+            dist.barrier()
+            saved.append(load_file(folder / "adapter_model.safetensors"))
+    plain, sharded = saved
+    assert plain.keys() == sharded.keys()
+    for name, value in sharded.items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-3, atol=1e-4, msg=name)
+    (names,) = gathered
+    if dist.get_rank() == 0:
+        assert len(names) == (0 if kind == "prompts" else len(plain)), "a prompt is taken from the model itself"
+        assert all("lora_" in name or "modules_to_save" in name for name in names)
 
 
 @on_ranks(2)
@@ -306,7 +388,11 @@ REFUSED: dict[str, tuple[Options, Options]] = {
     "no option 'stgae'": ({"stgae": 3}, {}),
     "Accelerate chooses the device": ({"device": "cpu"}, {}),
     "clip_grad_norm is max_grad_norm=1.0": ({"clip_grad_norm": 1.0}, {}),
-    "torch_compile=True does not go": ({}, {"torch_compile": True}),
+    "torch_compile_mode='reduce-overhead' does not go.*addresses.*'default'": (
+        {},
+        {"torch_compile_mode": "reduce-overhead"},
+    ),
+    'backend "cudagraphs" does not go.*"inductor"': ({}, {"torch_compile_backend": "cudagraphs"}),
     "auto_find_batch_size=True does not go": ({}, {"auto_find_batch_size": True}),
     "enable_jit_checkpoint=True does not go": ({}, {"enable_jit_checkpoint": True}),
     "bf16_full_eval=True does not go.*precision=": ({}, {"bf16_full_eval": True}),

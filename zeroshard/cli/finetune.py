@@ -10,9 +10,11 @@ import torch
 
 from ..config.checks import AUTO, DTYPES
 from ..config.job import CONFIGURATION, DEVICES, Job, changed, job_of, resolve_device
+from ..storage.format import CheckpointError
 from ..system.machine import device_of_rank
+from ..train.checkpoints import Start
 from .job_options import overrides
-from .running import add_run_options, count_nodes, count_ranks, require_libraries, run_job
+from .running import add_run_options, check_run, check_trace, require_libraries, run_job
 
 HELP = "fine-tune a Hugging Face model on your files, whole or with LoRA"
 DESCRIPTION = """\
@@ -94,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     file = out / CONFIGURATION
     arguments.trace = None if arguments.trace is None else arguments.trace.absolute()
     argv = ["train", str(file), "--out", str(out), "--resume", arguments.resume, "--restarts", str(arguments.restarts)]
+    argv += ["--json"] if arguments.json else []
     for name, value in _given(arguments).items():
         argv += [f"--{name}", str(value)]
     return run_job(job, out, arguments, argv, before=lambda: _write(file, text))
@@ -154,20 +157,31 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     require_libraries(job)
     from ..plan.room import room_of
     from ..train.language.model import LanguageModel
-    from ..train.language.task import headline, optimizer_of, plan_of, read_data, settled_steps, sizes_of
+    from ..train.language.task import headline, identity_of, optimizer_of, plan_of, read_data, settled_steps, sizes_of
 
+    if arguments.json:
+        raise ValueError("--json is for the steps of a run, and --dry-run makes none; leave one out")
     device = resolve_device(job.train.device)
-    ranks, nodes = count_ranks(arguments.ranks, device), count_nodes(arguments.nnodes)
+    arguments.master_addr = arguments.master_addr or ""  # nobody is called
+    ranks, nodes = check_run(job, out, arguments)
+    world = ranks * nodes.nnodes
     source = LanguageModel(job.language_model)
     source.check()
     source.check_weights()
     sequence = source.sequence(job.files.sequence)
     data = read_data(job, source, None)
     job = settled_steps(job, data, sequence)
+    check_trace(arguments.trace, job)
+    try:
+        start = Start.find(job, out, arguments.resume, world, identity_of(data))
+    except (CheckpointError, OSError) as error:
+        raise ValueError(error) from None
     model = source.build(job.train.seed)
     sharing = 1 if device == "cuda" else ranks
     room = room_of(model, device_of_rank(torch.device(device)), local_ranks=ranks, device_ranks=sharing)
-    found = plan_of(job, source, model, optimizer_of(job, model), room, ranks * nodes, sequence)
+    found = plan_of(job, source, model, optimizer_of(job, model), room, world, sequence)
     print("\n".join([*headline(job, source, data, sizes_of(model), sequence), found.told]))
+    if start.path is not None:
+        print(f"it would go on from {start.path}")
     print("a dry run: nothing was started" + ("" if found.fits else ", and this would not fit"))
     return 0 if found.fits else 1

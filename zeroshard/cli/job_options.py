@@ -13,6 +13,7 @@ SHORT_FOR = {
     "steps": "train.steps",
     "save_every": "train.save_every",
     "keep": "train.keep",
+    "log": "train.log",
     "tensor_parallel": "train.tensor_parallel",
 }
 """Options that are short for `--set KEY=VALUE`, each with its key. A command may lack some of them."""

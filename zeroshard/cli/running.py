@@ -3,8 +3,10 @@
 import argparse
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config.finetune import LanguageModelConfig
-from ..config.job import Job, resolve_device
+from ..config.job import LOGGERS, Job, resolve_device
 from ..integrations.requirement import require
 from ..storage.claim import is_claimed, refusal
 from ..storage.folder import candidates
@@ -21,9 +23,10 @@ from ..system.machine import ensure_bf16_matmul, usable_cores
 from ..train.checkpoints import AUTO, FOLDER, NEVER
 from ..train.gpt.weights import earlier_weights
 from ..train.launch import Nodes, launch, under_torchrun
+from ..train.live.json_lines import take_stdout
 from ..train.loop import train
 from ..train.probe import LEAST_STEPS_TO_TRACE
-from ..train.stopping import LauncherWatch
+from ..train.stopping import LauncherWatch, command_title, name_command
 
 CPU_RANKS = 2  # enough to see states divided; more would only share the same cores
 
@@ -44,6 +47,17 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="{auto,never,PATH}",
         help="auto goes on from the newest complete checkpoint in the run's folder, if there is one; on any number of "
         "ranks, in any stage (default: never)",
+    )
+    told = parser.add_argument_group("while it runs")
+    told.add_argument(
+        "--json", action="store_true", help="one JSON object a line on stdout, and everything else on stderr"
+    )
+    told.add_argument(
+        "--log",
+        action="append",
+        choices=LOGGERS,
+        help="curves of loss, speed, memory and waits, drawn by this library; may be repeated; short for --set "
+        "train.log=NAME. tensorboard writes to the run's folder; wandb uploads unless WANDB_MODE says otherwise",
     )
     nodes = parser.add_argument_group("ranks and nodes")
     nodes.add_argument(
@@ -76,6 +90,27 @@ def run_job(
 
     `before` is called between the two.
     """
+    name_command(arguments.command)
+    with redirect_stdout(sys.stderr) if arguments.json else nullcontext():  # libraries print when they are imported
+        ranks, nodes = check_run(job, out, arguments)
+        try:
+            check_trace(arguments.trace, _check_task(job, out))
+        except (CheckpointError, OSError) as error:
+            raise ValueError(error) from None
+    if resolve_device(job.train.device) == "cpu" and (message := ensure_bf16_matmul()):
+        print(f"{command_title()}: {message}", file=sys.stderr)  # the ranks inherit the variable that was set
+    before()
+    if under_torchrun():
+        return _be_a_rank(job, out, arguments)
+    return launch(ranks, nodes, argv, arguments.restarts)
+
+
+def check_run(job: Job, out: Path, arguments: argparse.Namespace) -> tuple[int, Nodes]:
+    """Refuse options that a run could not begin with. Reads neither model nor data.
+
+    Returns:
+        The ranks of this node, and how it finds the other nodes.
+    """
     try:
         device = resolve_device(job.train.device)
         if device == "cpu" and job.shard.get("defragment"):
@@ -85,17 +120,13 @@ def run_job(
         degree = job.train.tensor_parallel
         if world % degree:
             raise ValueError(f"--tensor-parallel {degree} does not divide the {world} rank(s); change it, or --ranks")
+        for name in job.train.log:
+            require(name, f"train.log = {name!r}", name)
         _check_resume(arguments, job, out)
         _check_free(out, nodes)
-        _check_trace(arguments.trace, _check_task(job, out))
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ImportError) as error:
         raise ValueError(error) from None
-    if device == "cpu" and (message := ensure_bf16_matmul()):
-        print(f"zeroshard train: {message}")  # the ranks inherit the variable that was set
-    before()
-    if under_torchrun():
-        return _be_a_rank(job, out, arguments.trace, arguments.resume)
-    return launch(ranks, nodes, argv, arguments.restarts)
+    return ranks, nodes
 
 
 def _check_task(job: Job, out: Path) -> Job:
@@ -131,12 +162,13 @@ def require_libraries(job: Job) -> None:
         raise ValueError(error) from None
 
 
-def _be_a_rank(job: Job, out: Path, trace_file: Path | None, resume: str) -> int:
+def _be_a_rank(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     launcher = LauncherWatch()
+    json_lines = take_stdout() if arguments.json else None
     # Ctrl-C ends a rank at once, also inside a collective, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        record(train)(job, out, trace_file, resume)
+        record(train)(job, out, arguments.trace, arguments.resume, json_lines)
     except Exception:
         # Where there is a file for errors, the launcher reads the error there and prints it.
         if "TORCHELASTIC_ERROR_FILE" not in os.environ or launcher.is_gone():
@@ -159,14 +191,8 @@ def count_ranks(asked: int | None, device: str) -> int:
     return asked or gpus
 
 
-def count_nodes(asked: int) -> int:
-    """Return how many nodes a job runs on."""
-    if asked < 1:
-        raise ValueError(f"--nnodes must be at least 1, is {asked}")
-    return asked
-
-
-def _check_trace(file: Path | None, job: Job) -> None:
+def check_trace(file: Path | None, job: Job) -> None:
+    """Refuse a trace that cannot be written, or that would show nothing. The job has its steps."""
     if file is None:
         return
     if file.is_dir() or not file.absolute().parent.is_dir():
@@ -208,7 +234,8 @@ def _check_free(out: Path, nodes: Nodes) -> None:
 
 
 def _nodes(arguments: argparse.Namespace) -> Nodes:
-    count_nodes(arguments.nnodes)
+    if arguments.nnodes < 1:
+        raise ValueError(f"--nnodes must be at least 1, is {arguments.nnodes}")
     if not 0 <= arguments.node_rank < arguments.nnodes:
         raise ValueError(f"--node-rank must be from 0 to {arguments.nnodes - 1}, is {arguments.node_rank}")
     if arguments.nnodes > 1 and arguments.master_addr is None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..config.bounds import MESSAGE_BYTES
 from ..system import compat_groups, machine
 from ..system.device import device_ranks, local_ranks
+from ..system.waits import Cause, Waits
 from .exchange import DisagreementError as DisagreementError  # other rooms know this file alone
 from .exchange import Exchange
 from .grid import Grid, grid
@@ -58,6 +59,7 @@ class Fabric:
     ) -> None:
         self.device, self.stall_timeout = device, stall_timeout
         self._patience = timedelta(seconds=stall_timeout)
+        self.waits = Waits(device)
         self.rank, self.world, self.backend = 0, 1, "none"
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -125,7 +127,7 @@ class Fabric:
         return mine if isinstance(mine, dist.ProcessGroup) else None
 
     def _new_lane(self, name: str, group: dist.ProcessGroup | None, *, joint: bool = True) -> Lane:
-        transport = transport_for(group, self.backend, self.device, self._patience)
+        transport = transport_for(group, self.backend, self.device, self._patience, self.waits)
         return Lane(name, group, transport, self.device, self.watchdog, joint=joint)
 
     def _new_exchange(self, name: str) -> Exchange:
@@ -180,7 +182,12 @@ class Fabric:
 
         ``where`` tells, in an error, what the ranks wanted to agree on. It is the same on all ranks up to a comma.
         """
-        return values if self._exchange is None else self._exchange.maximum(values, where)
+        if self._exchange is None:
+            return values
+        began = self.waits.begin()
+        found = self._exchange.maximum(values, where)
+        self.waits.end(Cause.AGREEMENT, began)
+        return found
 
     def sum_in_order(self, value: Tensor) -> Tensor:
         """The sum of a scalar over all shards, then over all parts of the model. The same bits on all ranks."""

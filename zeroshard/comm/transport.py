@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..system import compat, compat_groups
+from ..system.waits import Cause, Waits
 
 # torch 2.13 renamed these two, and warns on the old names. torch 2.11 has only the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +50,7 @@ class Transport(Protocol):
 
 
 def transport_for(
-    group: dist.ProcessGroup | None, backend: str, device: torch.device, patience: timedelta
+    group: dist.ProcessGroup | None, backend: str, device: torch.device, patience: timedelta, waits: Waits
 ) -> Transport:
     """The transport for a group. ``group`` is None for a world of one."""
     if group is None:
@@ -57,7 +58,7 @@ def transport_for(
     if backend == "fake":
         return Copies(dist.get_rank(group), dist.get_world_size(group))
     if backend == "gloo" and device.type == "cpu":
-        return PointToPoint(group, patience)
+        return PointToPoint(group, patience, waits)
     return Collectives(group, backend)
 
 
@@ -92,8 +93,8 @@ class Collectives:
 class PointToPoint:
     """Single messages between pairs of ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, patience: timedelta) -> None:
-        self._group, self._patience = group, patience
+    def __init__(self, group: dist.ProcessGroup, patience: timedelta, waits: Waits) -> None:
+        self._group, self._patience, self._waits = group, patience, waits
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._peers = [(self._rank - step) % self._world for step in range(1, self._world)]
         """The other ranks. Each rank begins with a different one."""
@@ -152,8 +153,10 @@ class PointToPoint:
             return work_of(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
 
     def _complete(self, works: list[dist.Work]) -> None:
+        began = self._waits.begin()
         for work in works:
             work.wait(self._patience)
+        self._waits.end(Cause.COLLECTIVES, began)
 
 
 class Copies:

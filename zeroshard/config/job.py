@@ -10,7 +10,7 @@ A key that is missing has the default of its dataclass.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,8 @@ from .options import Config, Precision
 
 DEFAULT_PRESET: Final = "stdlib-10m"
 DEVICES: Final = ("auto", "cpu", "cuda")
+LOGGERS: Final = ("tensorboard", "wandb", "trackio")
+"""Libraries that a run may give its scalars to. Each name is also the one that is imported and installed."""
 OFFLOAD_TO_HOST: Final = "cpu"  # an offload with the default of every option
 CONFIGURATION: Final = "finetune.toml"
 """The configuration that `zeroshard finetune` writes into the folder of its run."""
@@ -84,6 +86,10 @@ class DataConfig(Section):
     """The share of the files that is used for evaluation only."""
 
 
+def _are_loggers(names: Sequence[str]) -> bool:
+    return set(names) <= set(LOGGERS) and len(set(names)) == len(names)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """How long and how fast to train: the `[train]` table of a configuration."""
@@ -118,6 +124,12 @@ class TrainConfig(Section):
     """Steps between checkpoints; 0 for none. They are written to `checkpoints` in the run's folder during training."""
     keep: Annotated[int, at_least(1)] = 3
     """How many checkpoints stay; older ones are removed."""
+    log: Annotated[
+        tuple[str, ...],
+        list_of("names", str),
+        must(f"name some of {', '.join(LOGGERS)}, each once", _are_loggers),
+    ] = ()
+    """Libraries that draw curves of the run's scalars: "tensorboard", "wandb", "trackio"."""
 
 
 @dataclass(frozen=True, kw_only=True)

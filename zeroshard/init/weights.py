@@ -25,6 +25,7 @@ from ..config.layout import Slot
 from ..states.flat import Flat
 from ..system.parse import LARGEST_JSON, parse_json, read_start
 from ..system.words import quoted, word
+from .joined import Conversions, JoinedTensor
 from .safetensors_file import DTYPES, DiskTensor, Elements, read_header
 
 SINGLE = "model.safetensors"
@@ -54,9 +55,13 @@ class Weights:
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
-        stored = _renamed(contents_of(path), named, model)
-        self.checksum = zlib.crc32(repr(sorted((name, entry[1:4]) for name, entry in stored.items())).encode())
+        contents = contents_of(path)
+        self.checksum = zlib.crc32(repr(sorted((name, entry[1:4]) for name, entry in contents.items())).encode())
         """Checksum of all names, shapes and dtypes. It tells ranks with different files apart."""
+        try:
+            stored = Conversions(model).joined(_renamed(contents, named, model), named)
+        except ValueError as error:
+            raise self._error(str(error)) from None
         names: dict[int, list[str]] = {}  # a tied weight has several names, and the files may have one or all of them
         for name, tensor in named.items():
             names.setdefault(id(tensor), []).append(name)
@@ -69,7 +74,7 @@ class Weights:
             parts += [f"it has {_listed(unexpected)}, which the model has not"] if unexpected else []
             if hasattr(model, "base_model_prefix"):  # a model of transformers
                 parts.append(
-                    "where transformers renames or joins tensors as it loads, call from_pretrained() before shard() or "
+                    "where transformers computes tensors as it loads, call from_pretrained() before shard() or "
                     "save model.state_dict() as safetensors once"
                 )
             raise self._error(f"does not fit {type(model).__name__}: {'; '.join(parts)}")
@@ -116,7 +121,7 @@ class Weights:
                         "on disk"
                     )
 
-    def _check_fits(self, name: str, entry: DiskTensor, tensor: Tensor) -> None:
+    def _check_fits(self, name: str, entry: DiskTensor | JoinedTensor, tensor: Tensor) -> None:
         if entry.shape != tuple(tensor.shape):
             shapes = f"{quoted(list(entry.shape))} in {entry.file.name}, {list(tensor.shape)} in the model"
             raise self._error(f"{quoted(name)} has different shapes: {shapes}")
@@ -139,25 +144,29 @@ class _OpenFiles(ExitStack):
         super().__init__()
         self._open: dict[Path, Elements] = {}
 
-    def elements(self, entry: DiskTensor, slot: Slot, start: int, stop: int) -> Tensor:
+    def elements(self, entry: DiskTensor | JoinedTensor, slot: Slot, start: int, stop: int) -> Tensor:
         """A range of the elements of a slot."""
-        if entry.file not in self._open:
-            self._open[entry.file] = Elements(entry.file)
-            self.callback(self._open[entry.file].close)
-        file = self._open[entry.file]
         if slot.box is None or not entry.shape:
-            return file.read(entry, start, stop)
+            return self._read(entry, start, stop)
         # Tensor parallelism divides the tensor: rows are read whole, and the part of this rank is taken from them.
         row, stored_row = math.prod(slot.shape[1:]), math.prod(entry.shape[1:])
         first, last = start // row, -(-stop // row)
         offset, *offsets = slot.box.offsets
         across = [slice(begin, begin + size) for begin, size in zip(offsets, slot.shape[1:], strict=True)]
-        rows = file.read(entry, (offset + first) * stored_row, (offset + last) * stored_row)
+        rows = self._read(entry, (offset + first) * stored_row, (offset + last) * stored_row)
         part = rows.view(last - first, *entry.shape[1:])[(slice(None), *across)]
         return part.reshape(-1)[start - first * row : stop - first * row]
 
+    def _read(self, entry: DiskTensor | JoinedTensor, start: int, stop: int) -> Tensor:
+        if isinstance(entry, JoinedTensor):
+            return torch.cat([self._read(*each) for each in entry.ranges(start, stop)])
+        if entry.file not in self._open:
+            self._open[entry.file] = Elements(entry.file)
+            self.callback(self._open[entry.file].close)
+        return self._open[entry.file].read(entry, start, stop)
 
-def _ranges(entry: DiskTensor, slot: Slot, start: int, stop: int) -> Iterator[tuple[int, int]]:
+
+def _ranges(entry: DiskTensor | JoinedTensor, slot: Slot, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Divides a range of a slot's elements, so that no read is much larger than ``READ_BYTES``."""
     step = max(1, READ_BYTES // DTYPES[entry.dtype].itemsize)
     if slot.box is not None:

@@ -35,8 +35,10 @@ require("accelerate", "zeroshard.integrations.accelerate", "transformers")  # be
 
 from accelerate import Accelerator  # type: ignore[import-untyped] # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped] # noqa: E402
-from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped] # noqa: E402
+from accelerate.utils import DistributedType  # type: ignore[import-untyped] # noqa: E402
 from huggingface_hub import save_torch_state_dict  # noqa: E402
+
+from .compiled_blocks import check_compiler, compile_blocks, not_compiled  # noqa: E402
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 STATES = "zeroshard"
@@ -82,11 +84,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
                 f"{started} processes were started, and Accelerate counts {self.num_processes}, so each would train on "
                 "all data; on CPUs say so with Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
             )
-        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ValueError(
-                "a sharded model is not compiled as a whole; leave torch_compile or dynamo_backend out, and compile "
-                "its blocks before training: `for block in model.model.layers: block.compile()`"
-            )
+        check_compiler(self.state.dynamo_plugin)
         if self.mixed_precision == "fp8":
             raise ValueError('mixed_precision="fp8" replaces layers of the model; use "bf16" with zeroshard')
         if config.precision.loss_scale is not None and self.mixed_precision != "no":
@@ -122,10 +120,15 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Adds autocast. A sharded model is at its place, and averages its gradients itself."""
+        """Adds autocast, and compiles blocks. A sharded model is at its place, and averages its gradients itself."""
         if is_sharded(model):
-            device_placement, evaluation_mode = False, True
-        elif not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters()):
+            plugin = self.state.dynamo_plugin
+            if not hasattr(model, PREPARED):
+                compile_blocks(model, plugin)
+            with not_compiled(plugin):
+                sharded: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            return sharded
+        if not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 f"prepare() was given {type(model).__name__} without its optimizer; {TOGETHER}. A model that is not "
                 "trained is frozen, or prepared with prepare_model(model, evaluation_mode=True)"

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import full_state_dict
 from ..config.options import Config
 from ..config.table import Extent
 from ..runtime import is_sharded, runtime_of
 from ..storage import random_state
 from ..storage.load import load
 from ..storage.save import save, while_all_wait
+from .adapters import saved_state
 from .requirement import require
 
 require("transformers", "zeroshard.integrations.transformers", "transformers")
@@ -43,7 +43,6 @@ EXCLUDED = {
     "fsdp": "zeroshard= takes its place",
     "deepspeed": "zeroshard= takes its place",
     "parallelism_config": "divide the model by tensor parallelism before zeroshard.shard(), in a loop of your own",
-    "torch_compile": "compile the blocks before training: `for block in model.model.layers: block.compile()`",
     "auto_find_batch_size": "one rank alone would start again; `zeroshard plan MODEL --batch max` finds the batch",
     "enable_jit_checkpoint": "a signal reaches each rank at another step; save every few steps with save_steps",
     "fp16_full_eval": 'a sharded model is not cast; train in 16 bits too, with precision="fp16"',
@@ -108,9 +107,9 @@ class ShardedTrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        state = full_state_dict(self.model, rank=None if self.args.save_on_each_node else 0)
-        write = partial(self._save, folder, state_dict=state)  # type: ignore[attr-defined]
-        while_all_wait(runtime_of(self.model).fabric, write if self.args.should_save else None)
+        with saved_state(self.model, rank=None if self.args.save_on_each_node else 0) as state:
+            write = partial(self._save, folder, state_dict=state)  # type: ignore[attr-defined]
+            while_all_wait(runtime_of(self.model).fabric, write if self.args.should_save else None)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 

@@ -114,6 +114,11 @@ class Stats(StepTraffic):
     recomputed_blocks: int
     """With ``activations=``: how many blocks are recomputed. ``Activations(recompute="auto")`` begins with every block,
     and larger inputs than it has measured recompute every block too."""
+    exposed_waits: Mapping[str, float]
+    """Seconds since ``shard()`` in which this rank waited and had nothing else to do, by cause: the difference of two
+    readings is what the steps between them lost. ``host_update`` and ``gradient_copies`` come with offload,
+    ``agreement`` is the wait for other ranks in ``step()``. ``collectives`` counts on CPU ranks only: on a GPU the
+    device waits for them, and only a trace can tell."""
     recompute_reason: str | None
     """With ``Activations(recompute="auto")``: why so many, once that is decided."""
 

@@ -46,6 +46,9 @@ class DryWorker(Worker):
         while self._done < target:
             self._run_next()
 
+    def has_done(self, number: int) -> bool:
+        return self._done >= number
+
     def check(self) -> None:
         """Runs all jobs: a thread that checks for failures is about to wait for them."""
         self.wait()

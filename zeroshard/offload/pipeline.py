@@ -31,6 +31,7 @@ from ..config.offload import Offload
 from ..system import compat, machine, trace
 from ..system.cores import share
 from ..system.sizes import size_text
+from ..system.waits import Cause, Waits
 from .dry import DryPool, DryWorker
 from .host_buffers import HostBuffers, HostBytes
 from .kernel import Pool, Segments
@@ -74,6 +75,7 @@ class SentParameters:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._workers, self._device = (pipeline.mover, pipeline.updater), pipeline.device
+        self._waits = pipeline.waits
         self._sent = threading.Event()
         self._arrival: torch.cuda.Event | None = None
 
@@ -89,9 +91,17 @@ class SentParameters:
 
     def wait(self) -> None:
         """Waits until the copy is started. Later work on the current stream sees the new parameters."""
+        if self._sent.is_set():
+            self._wait_for_arrival()
+            return
+        began = self._waits.begin()
         while not self._sent.wait(POLL_SECONDS):
             for worker in self._workers:
                 worker.check()
+        self._wait_for_arrival()
+        self._waits.end(Cause.HOST_UPDATE, began)
+
+    def _wait_for_arrival(self) -> None:
         if self._arrival is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrival)
 
@@ -142,10 +152,12 @@ class Pipeline:
         *,
         norms: bool,
         local_ranks: int,
+        waits: Waits,
         dry: bool = False,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.options, self.device, self.local_ranks, self.dry = options, device, local_ranks, dry
+        self.waits = waits
         self.norms = norms
         """Whether a step will ask for the norm of the gradients. It is then computed as they land."""
         self.part_norms = PartNorms()
@@ -277,9 +289,13 @@ class Pipeline:
 
     def admit(self) -> None:
         """Waits until one more gradient may wait on the device."""
+        if self.room.acquire(blocking=False):
+            return
+        began = self.waits.begin()
         while not self.room.acquire(timeout=POLL_SECONDS):
             self.mover.check()
             self.updater.check()
+        self.waits.end(Cause.GRADIENT_COPIES, began)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:

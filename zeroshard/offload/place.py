@@ -38,7 +38,15 @@ def place_on_host(
     norms = any(option is not None for option in needing_norm)
     dry = any(compat.is_fake(parameter) for unit in units for flat in unit.flats for parameter in flat.parameters)
     tell = fabric.watchdog.fail
-    pipeline = Pipeline(options, fabric.device, norms=norms, local_ranks=fabric.local_ranks, dry=dry, tell=tell)
+    pipeline = Pipeline(
+        options,
+        fabric.device,
+        norms=norms,
+        local_ranks=fabric.local_ranks,
+        waits=fabric.waits,
+        dry=dry,
+        tell=tell,
+    )
     _check_kernel(pipeline, options, fabric)
     moments = None if optimizer is None else moment_names(optimizer)
     step = HostStep(pipeline, units, optimizer)

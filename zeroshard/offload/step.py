@@ -15,6 +15,7 @@ from ..shown.factors import multiplier
 from ..states.flat import Flat
 from ..states.unit import Unit, check_no_block_open
 from ..states.updates import FlatStates, Updates
+from ..system.waits import Cause
 from .home import HostHome
 from .pipeline import HostFactor, Pipeline
 from .rules import Rule, moment_names, rule_of
@@ -129,7 +130,9 @@ class HostStep(Updates):
             self._update_all(waiting)
             self.pipeline.part_norms.end_step()
         if self._options.blocking:
+            began = self.pipeline.waits.begin()
             self.pipeline.wait()
+            self.pipeline.waits.end(Cause.HOST_UPDATE, began)
         return iter(())
 
     def _update_all(self, homes: list[HostHome]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config.layout import Piece
 from ..system import compat, trace
+from ..system.waits import Cause
 from .host_buffers import HostBuffers, part
 from .kernel import Pool
 from .pinned import Staging
@@ -184,7 +185,11 @@ class Transfer:
 
     def landed(self) -> HostGradient:
         """The gradient on the host. Waits for it, and for the changes that were asked for before."""
-        self.pipeline.mover.wait(self._last_landing)
+        mover, waits = self.pipeline.mover, self.pipeline.waits
+        began = None if mover.has_done(self._last_landing) else waits.begin()
+        mover.wait(self._last_landing)
+        if began is not None:
+            waits.end(Cause.GRADIENT_COPIES, began)
         return self.gradient
 
     def square_sum(self) -> float:

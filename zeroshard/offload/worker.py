@@ -76,6 +76,10 @@ class Worker:
             queue.changed.wait_for(lambda: queue.done >= target or queue.error is not None)
         self.check()
 
+    def has_done(self, number: int) -> bool:
+        """Whether a job is done, so that ``wait`` would return at once or raise."""
+        return self._queue.done >= number
+
     def fail(self, error: BaseException) -> None:
         """Makes everybody who waits raise, because the work they wait for will not come."""
         with self._queue.changed:

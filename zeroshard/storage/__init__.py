@@ -4,7 +4,8 @@ This room knows units, flats and the optimizer's states, and turns them into fil
 nothing. Its doors are ``save.save``, ``load.load`` and ``export.export``. Read ``format`` first: it shows the files.
 
 A save goes through ``save`` (ranks agree), ``contents`` (what this rank writes; ``values`` turns other values than
-tensors into JSON, ``random_state`` reads the generators), ``folder`` (where to write), ``claim`` (one job a folder),
+tensors into JSON, ``random_state`` reads the generators, ``frozen`` describes frozen parameters that are left out),
+``folder`` (where to write), ``claim`` (one job a folder),
 ``background`` (copies; writes while training goes on; on rank 0 writes index and marker, which make the checkpoint
 complete) and ``write`` (bytes to disk). A load goes through ``load``, ``folder`` (the newest), ``read`` (index and
 elements), ``limits`` (how large an index may be), ``validate`` (refuses before anything is touched), ``elements``

@@ -81,9 +81,18 @@ def written_range(flat: Flat, fabric: Fabric) -> Range:
 
 
 def collect(
-    runtime: Runtime, optimizer: ShardedOptimizer | None, *, scheduler: Any, loader: Any, extra: object
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    *,
+    scheduler: Any,
+    loader: Any,
+    extra: object,
+    frozen: bool = True,
 ) -> Contents:
-    """Everything that this rank has to write. Waits for updates under way; no tensor is read yet."""
+    """Everything that this rank has to write. Waits for updates under way; no tensor is read yet.
+
+    ``frozen``: whether frozen parameters are written.
+    """
     fabric = runtime.fabric
     runtime.check_ready("save()")
     if runtime.optimizer is not None:
@@ -94,7 +103,8 @@ def collect(
     for unit in runtime.units:
         for flat in unit.flats:
             flat.writes.check()
-            items += _values_of(flat, fabric, masters)
+            if frozen or flat.trainable:
+                items += _values_of(flat, fabric, masters)
             if optimizer is not None and flat.trainable:
                 items += _states_of(flat, fabric, optimizer)
                 scalars |= _scalars(flat, optimizer)

@@ -24,10 +24,11 @@ from ..system.words import quoted
 from .adapter import PREFIX, Adapter
 from .folder import candidates
 from .format import BUFFER, VALUE, CheckpointError, InvalidIndexError
+from .frozen import NAME as FROZEN
 from .output import SHARD_BYTES, WEIGHTS, Output, Shards, WholeTensor, as_json
 from .read import CheckpointReader, read_index
 from .regions import Region, whole
-from .validate import check_about
+from .validate import check_about, check_frozen, decoded, no_tensor
 from .values import NAMED
 
 PARAMETER_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -54,6 +55,10 @@ class Source:
         self._reader = CheckpointReader(self._index)
         self._reader.check_files()
         self.about = check_about(self._index)
+        frozen = decoded(self._index.file, self._index.values.get(FROZEN), FROZEN, no_tensor) or {}
+        check_frozen(self._index, frozen)
+        self.lacking = list(frozen)
+        """Frozen parameters that the checkpoint leaves out."""
         self._on_host = set(self.about["rounded_on_host"])
         computed = self.about.get("parameter_dtype")
         if computed is not None and computed not in PARAMETER_DTYPES:
@@ -133,6 +138,11 @@ def export(
         raise CheckpointError(
             f"{source.folder} holds adapters ({quoted(list(adapters))}) on a base model; export with --merge, or with "
             "--adapter-only"
+        )
+    if adapter is None and source.lacking:
+        raise CheckpointError(
+            f"{source.folder} leaves out frozen parameters, {quoted(source.lacking[0])} and {len(source.lacking) - 1} "
+            "more, which its run read from files; export with --adapter-only, and PEFT adds the adapters to that model"
         )
     given = None if config is None else config.read_bytes()
     _check_out(out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,12 @@ from . import random_state
 from .contents import buffers_of, extra_states_of, local_region, name_of, region_of, tensors_of
 from .folder import candidates
 from .format import BUFFER, SHOWN, VALUE, CheckpointError, InvalidIndexError, state_name
+from .frozen import NAME as FROZEN
+from .frozen import difference, sums_of, table_of
 from .read import CheckpointReader, Index, read_index
 from .regions import Region
 from .save import check_optimizer, finish_latest, together
-from .validate import HOW_TO_COMPUTE, check_fits, check_given, check_index, decoded, demand_on, no_tensor
+from .validate import HOW_TO_COMPUTE, check_fits, check_frozen, check_given, check_index, decoded, demand_on, no_tensor
 from .values import decode
 
 
@@ -129,15 +131,20 @@ def _load(folder: Path, wanted: _Wanted) -> Any:
                 reader.check_files()
             values = _Values.read(reader, fabric)
             check_index(reader.index, values.shared, optimizer)
+            check_frozen(reader.index, values.frozen)
             if wanted.random:
                 values.check_random(reader.index.file, fabric.device)
+        with together(fabric) as here:
+            check_fits(reader.index, runtime, optimizer, values.shared, values.frozen)
+            here.mine = sums_of(runtime) if values.frozen else {}
+        if values.frozen and (text := difference(values.frozen, table_of(runtime, here.all))):
+            raise CheckpointError(f"{folder} {text}; nothing was loaded")
         with together(fabric):
-            check_fits(reader.index, runtime, optimizer, values.shared)
             check_given(reader.index, wanted.scheduler, values.scheduler, wanted.loader, fabric, values.predecessor)
         with _usable(fabric, "; nothing was loaded"):
-            _verify(reader, wanted)
+            _verify(reader, wanted, values.frozen)
         with _usable(fabric, "; the model is loaded in part, so load another checkpoint into it"):
-            older = _fill(reader, runtime, optimizer)
+            older = _fill(reader, runtime, optimizer, values.frozen)
         _publish(runtime, older)
         with together(fabric):
             if optimizer is not None:
@@ -186,6 +193,8 @@ class _Values(NamedTuple):
     loader: Any
     extra: Any
     random: dict[str, Any]
+    frozen: dict[str, Any]
+    """The frozen parameters that the checkpoint leaves out, by name."""
     predecessor: random_state.Predecessor
     """The rank of the saved run that had this loader position and these random numbers."""
 
@@ -201,6 +210,7 @@ class _Values(NamedTuple):
             loader=_value(reader, before.rank, "loader"),
             extra=_value(reader, 0, "extra"),
             random=_value(reader, before.rank, "random"),
+            frozen=_value(reader, 0, FROZEN) or {},
             predecessor=before,
         )
         if not all(isinstance(table, dict) for table in (made.shared, made.modules, made.random)):
@@ -255,13 +265,15 @@ def _take_settings(optimizer: ShardedOptimizer, shared: dict[str, Any]) -> None:
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _verify(reader: CheckpointReader, wanted: _Wanted) -> None:
+def _verify(reader: CheckpointReader, wanted: _Wanted, left_out: Container[str]) -> None:
     """Reads all chunks that ``_fill`` is going to read, before anything is written to the model.
 
     Every checksum must be right, and training must be able to go on from the elements. ``_fill`` reads the chunks once
     more. That costs less than memory for two models.
     """
     for name, kind, region in _ranges(reader.index, wanted.runtime, wanted.optimizer):
+        if name in left_out:
+            continue
         demand = demand_on(kind, wanted.optimizer, allow_nonfinite=wanted.allow_nonfinite)
         reader.verify(name, kind, region, demand.flaw_of)
 
@@ -294,8 +306,10 @@ def _stored(index: Index, flat: Flat, kind: str, piece: Piece) -> tuple[str, str
     return name, kind if (name, kind) in index.places else VALUE
 
 
-def _fill(reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[Flat, Tensor]:
-    """Reads all tensors that this rank needs. Nothing is communicated, so ranks may fail one by one.
+def _fill(
+    reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimizer | None, left_out: Container[str]
+) -> dict[Flat, Tensor]:
+    """Reads all tensors that this rank needs but those left out. Nothing is communicated: ranks may fail one by one.
 
     Returns the older parameters that the next step runs on, of flats whose update waits to be published.
     """
@@ -303,7 +317,7 @@ def _fill(reader: CheckpointReader, runtime: Runtime, optimizer: ShardedOptimize
     if optimizer is not None:
         optimizer.piece_states.forget()
     for flat in _flats(runtime):
-        _fill_values(reader, flat)
+        _fill_values(reader, flat, left_out)
         if optimizer is not None and flat.trainable:
             _fill_states(reader, flat, optimizer)
             if flat.home.delays and _has_older(reader.index, flat):
@@ -325,9 +339,9 @@ def _write(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values)
 
 
-def _fill_values(reader: CheckpointReader, flat: Flat) -> None:
+def _fill_values(reader: CheckpointReader, flat: Flat, left_out: Container[str]) -> None:
     if not flat.trainable:
-        _read_range(reader, flat, VALUE, flat.at_rest, flat.parameters_at_rest)
+        _read_range(reader, flat, VALUE, flat.at_rest, flat.parameters_at_rest, left_out)
         return
     values = flat.home.loading()
     _read_range(reader, flat, VALUE, flat.own, values)
@@ -347,9 +361,13 @@ def _fill_states(reader: CheckpointReader, flat: Flat, optimizer: ShardedOptimiz
         keeper.take_scalars(piece, scalars, moments=bool(moments))
 
 
-def _read_range(reader: CheckpointReader, flat: Flat, kind: str, part: Range, target: Tensor) -> None:
+def _read_range(
+    reader: CheckpointReader, flat: Flat, kind: str, part: Range, target: Tensor, left_out: Container[str] = ()
+) -> None:
     for piece in flat.layout.pieces(part):
         name, stored = _stored(reader.index, flat, kind, piece)
+        if name in left_out:
+            continue
         reader.read(name, stored, region_of(flat, piece), target[piece.offset : piece.offset + piece.numel])
 
 

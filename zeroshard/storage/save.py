@@ -25,6 +25,9 @@ from .claim import FolderClaim
 from .contents import collect
 from .folder import discard, partial_of, prepare
 from .format import CheckpointError
+from .frozen import NAME as FROZEN
+from .frozen import sums_of, table_of
+from .values import encode
 from .write import remedy_of
 
 SEEN_WITHIN_SECONDS = 10.0
@@ -45,13 +48,14 @@ def save(
     *,
     asynchronous: bool = False,
     keep: int | None = None,
+    frozen: bool = True,
 ) -> Saving:
     """Writes a checkpoint of everything that training goes on from. Collective: call it on all ranks.
 
     Args:
         path: the checkpoint's folder, which all ranks must see. A checkpoint that is there already is replaced when
             the new one is complete. Anything else that is there is an error, and stays.
-        model: the model that ``shard()`` returned. Its parameters, frozen ones too, and its buffers are saved.
+        model: the model that ``shard()`` returned. Its parameters and its buffers are saved.
         optimizer: the optimizer that ``shard()`` returned. Masters, states, steps, settings of its groups and loss
             scale are saved. None saves the model alone.
         scheduler: anything with ``state_dict()``. Rank 0's is saved.
@@ -62,6 +66,8 @@ def save(
             or by ``wait()`` of the returned object. Without room in host memory the save blocks, and says so.
         keep: leave this many of the newest complete checkpoints in the folder that ``path`` is in, and remove what
             killed saves have left there.
+        frozen: False leaves frozen parameters out. Such a checkpoint loads only where they have the same values
+            already, which ``load()`` checks: they come from ``weights=``, for example.
 
     >>> import tempfile, zeroshard
     >>> model = torch.nn.Linear(4, 2)
@@ -83,12 +89,18 @@ def save(
                 check_optimizer(runtime, optimizer, "save")
                 if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                     raise ValueError(f"keep={keep!r} must be a whole number, at least 1")
-                contents = collect(runtime, optimizer, scheduler=scheduler, loader=loader, extra=extra)
+                contents = collect(runtime, optimizer, scheduler=scheduler, loader=loader, extra=extra, frozen=frozen)
                 token = secrets.token_hex(8)
                 if fabric.rank == 0:
                     claim = _claim(target, token)
-                ready.mine = token, snapshots.lacking(contents) if asynchronous else 0
-            token, lacking = ready.all[0][0], max(bytes_lacking for _, bytes_lacking in ready.all)
+                sums = None if frozen else sums_of(runtime)
+                ready.mine = token, snapshots.lacking(contents) if asynchronous else 0, sums
+            token, lacking = ready.all[0][0], max(bytes_lacking for _, bytes_lacking, _ in ready.all)
+            if len({sums is None for *_, sums in ready.all}) > 1:
+                raise ValueError(f"frozen={frozen} on this rank, and not on all; give every rank the same")
+            if not frozen and fabric.rank == 0:
+                table = table_of(runtime, [sums for *_, sums in ready.all])
+                contents.values[FROZEN] = encode(table, FROZEN, lambda _: FROZEN)  # it has no tensor
             with together(fabric) as begin:
                 size = snapshot_bytes(contents)
                 no_memory = snapshots.allocate(contents) if asynchronous and lacking <= 0 else None

@@ -236,6 +236,21 @@ def demand_on(kind: str, optimizer: ShardedOptimizer | None, *, allow_nonfinite:
     return Demand.of(kind, not_negative=known and state_name(kind) in NOT_NEGATIVE, allow_nonfinite=allow_nonfinite)
 
 
+def check_frozen(index: Index, frozen: object) -> None:
+    """Checks the table of parameters that a checkpoint leaves out.
+
+    Raises:
+        InvalidIndexError: the table makes no sense.
+    """
+    node = Node(index.file, "frozen", frozen)
+    for name in node.table():
+        node.must(isinstance(name, str) and name not in index.kinds, "parameters that the checkpoint leaves out")
+        for size in node[name]["shape"]:
+            size.count()
+        node[name]["dtype"].text()
+        node[name]["sum"].text()
+
+
 def check_about(index: Index) -> dict[str, Any]:
     """Returns the description of the model in a checkpoint, for an export.
 
@@ -262,8 +277,16 @@ def check_about(index: Index) -> dict[str, Any]:
 # -- the checkpoint and this run --------------------------------------------------------------------------------------
 
 
-def check_fits(index: Index, runtime: Runtime, optimizer: ShardedOptimizer | None, shared: dict[str, Any]) -> None:
+def check_fits(
+    index: Index,
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    shared: dict[str, Any],
+    frozen: Mapping[str, Any],
+) -> None:
     """Model and optimizer must have the parameters, buffers, groups and states of the checkpoint.
+
+    ``frozen``: parameters that the checkpoint leaves out.
 
     Raises:
         CheckpointError: they differ.
@@ -271,6 +294,7 @@ def check_fits(index: Index, runtime: Runtime, optimizer: ShardedOptimizer | Non
     wanted = {name_of(name): tuple(p.shape) for name, p in runtime.model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in buffers_of(runtime)}
     stored = {name: index.shape(name) for name in index.kinds}
+    stored |= {name: tuple(entry["shape"]) for name, entry in frozen.items()}
     stored_buffers = {name: index.shape(name, kind) for name, kind in index.places if kind == BUFFER}
     for what, ours, theirs in (("parameter", wanted, stored), ("buffer", buffers, stored_buffers)):
         if missing := [name for name in ours if name not in theirs]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import zeroshard
 
+from ..config.finetune import LanguageModelConfig
 from ..config.job import FinetuneConfig, Job
 from ..runtime import runtime_of
 from ..storage.background import Saving, abandon_all
@@ -207,6 +208,12 @@ class RunCheckpoints:
         # On disk the record is called "journal", as in checkpoints of earlier versions.
         origin = None if self._start.origin is None else asdict(self._start.origin)
         extra = {"step": step, "origin": origin, "journal": record, **self._start.identity, **fixed}
+        adapters = isinstance(job.model, LanguageModelConfig) and job.model.lora > 0
         self._saving = zeroshard.save(
-            self.path_of(step), *self._states, extra=extra, asynchronous=asynchronous, keep=job.train.keep
+            self.path_of(step),
+            *self._states,
+            extra=extra,
+            asynchronous=asynchronous,
+            keep=job.train.keep,
+            frozen=not adapters,  # a run that resumes reads the base from the model's files again
         )

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from ..system.machine import usable_cores
 from .rendezvous import one_node_options
-from .stopping import BY_SIGNAL, LAUNCHER, SAVING_SECONDS, STOP_FILE, leave_closed_terminal
+from .stopping import BY_SIGNAL, LAUNCHER, SAVING_SECONDS, STOP_FILE, command_title, leave_closed_terminal
 
 FORWARDED = "SIGTERM,SIGINT,SIGQUIT"  # signals that torchrun passes on to the ranks; `_end_ranks` passes on SIGHUP
 INTERRUPTED = 128 + signal.SIGINT  # the shell's exit code for a command ended by Ctrl-C
@@ -55,7 +55,7 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_SECONDS))
     options = [*nodes.torchrun_options(), f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     options.append(f"--signals-to-handle={FORWARDED}")
-    options += ["-m", "zeroshard", *arguments]
+    options += ["-m", "--", "zeroshard", *arguments]  # after "--" torchrun takes no argument for an option of its own
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:
         os.environ[LAUNCHER] = str(os.getpid())
         stop_file = os.environ[STOP_FILE] = str(Path(folder, "stopped"))
@@ -86,8 +86,11 @@ def _run(options: list[str]) -> int:
         if not ignored:
             signal.signal(signal.SIGHUP, former)
         logging.disable(logging.NOTSET)
-        if sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)  # shows the cursor: a rank that died may have hidden it
+        # Shows the cursor: a rank that died may have hidden it. Standard output may be for JSON lines.
+        for stream in (sys.stderr, sys.stdout):
+            if stream.isatty():
+                print("\x1b[?25h", end="", file=stream, flush=True)
+                break
     return 0
 
 
@@ -121,4 +124,4 @@ def _cause(failure: ProcessFailure) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"zeroshard train: {text}", file=sys.stderr)
+    print(f"{command_title()}: {text}", file=sys.stderr)

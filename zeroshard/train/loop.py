@@ -2,10 +2,11 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -21,24 +22,38 @@ from ..system.allocator import defragment
 from .checkpoints import NEVER, RunCheckpoints, Start
 from .gpt.task import GPTTask
 from .language.task import LanguageTask
+from .live.audience import Audience
+from .live.events import Evaluation, RunEnd, RunStart, StepEvent
+from .live.json_lines import JsonLines
+from .live.loggers import LoggedRun, add_loggers, settings_of
+from .live.terminal import rank_zero_console
 from .probe import Probe
 from .rank import Rank
 from .record import Record
 from .stopping import BY_SIGNAL, tell_launcher
 from .task import Task, mean
-from .views import Bar, evaluation_line, rank_zero_console, say, trace_line
+from .views import trace_line
 
 LOWEST_LR = 0.1  # the end of the cosine, as a share of the highest learning rate
 
 
-def train(job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER) -> None:
+def train(
+    job: Job, out: Path, trace_file: Path | None = None, resume: str = NEVER, json_lines: TextIO | None = None
+) -> None:
     """Train, evaluate, save to `out`, sample, and show the closing table. Every rank calls this. A trace is of rank 0.
 
-    `resume` is `auto`, `never` or the path of a checkpoint. No other job can write to `out` meanwhile.
+    `resume` is `auto`, `never` or the path of a checkpoint. No other job can write to `out` meanwhile. With a stream
+    for `json_lines`, rank 0 writes its events there, and prints everything else on standard error.
     """
     here = Rank.from_environment(job.train.device, job.train.tensor_parallel)
-    with claimed(out.absolute()) if here.rank == 0 else nullcontext():
-        _train(here, job, out, trace_file, resume)
+    console = rank_zero_console(here.rank, errors=json_lines is not None)
+    with (
+        claimed(out.absolute()) if here.rank == 0 else nullcontext(),
+        Audience(console, job.train.steps) as audience,
+    ):
+        if json_lines is not None:
+            audience.add("--json", JsonLines(json_lines))
+        _train(here, job, out, trace_file, resume, audience)
 
 
 def task_of(job: Job, out: Path, here: Rank) -> Task:
@@ -48,14 +63,14 @@ def task_of(job: Job, out: Path, here: Rank) -> Task:
     return GPTTask(job, here)
 
 
-def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str) -> None:
+def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str, audience: Audience) -> None:
     task = task_of(job, out, here)
     start = Start.find(job, out, resume, here.data_ranks, task.identity)
     if start.job.shard.get("defragment", here.device.type == "cuda"):
         defragment(here.device)  # before anything is put on the GPU
     job = task.start(start.job, start.origin, here)
-    console = rank_zero_console(here.rank)
-    say(console, task.headline)
+    audience.bar.expect(job.train.steps)
+    audience.say(task.headline)
 
     model, optimizer, scheduler = _build(task, job)
     task.prepare(model)
@@ -68,19 +83,20 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = RunCheckpoints(start, out, model, optimizer, scheduler)
     recorder = Recorder(model, out, tokens=task.tokens_a_step, batch=job.train.batch)
-    with recorder, probe, Bar(job.train.steps, console) as bar, checkpoints:
+    with recorder, probe, audience.bar, checkpoints:
         saved = checkpoints.load()
         done = 0 if saved is None else int(saved["step"])
+        _begin(here, job, out, audience, model, done, task.tokens_a_step)
         if saved is None:
             if resume != NEVER:
-                say(console, "no checkpoint to resume from: training begins at the first step")
-            _evaluate(task, model, 0, record, recorder, console)
-            _say_sample(task, model, "before", console)
+                audience.say("no checkpoint to resume from: training begins at the first step")
+            _evaluate(task, model, 0, record, recorder, audience)
+            _say_sample(task, model, "before", audience)
             record.disturbed(0)
         else:
             record.resume(done, saved["journal"])
-            bar.reach(done)
-            say(console, f"resumed after step {done}/{job.train.steps}")
+            audience.say(f"resumed after step {done}/{job.train.steps}")
+        step = done
         for step in range(done + 1, job.train.steps + 1):
             batches = task.micro_batches(step)
             record.micro_batches = len(batches)
@@ -91,54 +107,65 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
                 loss.backward()
                 total += loss.detach()
             probe.before_update(step)
+            lr = float(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             probe.end(step)
-            bar.reach(step)
+            audience.bar.reach(step)
 
             last = step == job.train.steps
             if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
                 record.measured(step, mean(model, total), zeroshard.stats(model))
                 recorder.log(loss=record.losses[-1])
-                bar.show(step, record)
+                audience.tell(StepEvent.of_record(record, step, job.train.steps, lr))
             if last:
                 zeroshard.synchronize(model)  # publishes a delayed update
             if step % job.train.evaluate_every == 0 or last:
                 with record.stopwatch.paused(), recorder.paused():
-                    _evaluate(task, model, step, record, recorder, console)
+                    _evaluate(task, model, step, record, recorder, audience)
             if checkpoints.after_step(step, record.state_dict()):
-                say(console, f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
+                audience.say(f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
         checkpoints.finish()
 
     stopped, weights = checkpoints.stopped, list[Path]()
     if stopped is None:
-        _say_sample(task, model, "after", console)
+        _say_sample(task, model, "after", audience)
         weights = task.save(model, out)
+    audience.tell(
+        RunEnd.of_record(
+            record,
+            step,
+            job.train.steps,
+            stopped=stopped,
+            weights=tuple(map(str, weights)),
+            checkpoint=None if stopped is None else str(checkpoints.path_of(step)),
+        )
+    )
     end_process_group(runtime_of(model).fabric)
     if here.rank != 0:
         return
     if stopped is not None:
         if recorder.report is not None:
-            say(console, f"report: {recorder.report}")
+            audience.say(f"report: {recorder.report}")
         if checkpoints.stopped_by_signal:
-            say(console, "go on with the same command and --resume auto")
+            audience.say("go on with the same command and --resume auto")
         tell_launcher(BY_SIGNAL if checkpoints.stopped_by_signal else stopped)
         return
     del model, optimizer, scheduler, probe, checkpoints  # room for the sample
     if record.trace is not None:
-        say(console, trace_line(record.trace))
-    say(console, f"saved {weights[-1]}")
+        audience.say(trace_line(record.trace))
+    audience.say(f"saved {weights[-1]}")
     if (text := task.sample_saved(out, here.device)) is not None:
-        say(console, text)
+        audience.say(text)
     if record.stats is None:
-        say(console, f"all {job.train.steps} steps were made before, so there is nothing measured to show")
+        audience.say(f"all {job.train.steps} steps were made before, so there is nothing measured to show")
         return
     for part in task.closing(record, out):
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+        audience.show(part)
     if recorder.report is not None:
-        say(console, f"report: {recorder.report}")
+        audience.say(f"report: {recorder.report}")
 
 
 def _build(task: Task, job: Job) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
@@ -162,15 +189,43 @@ def lr_share(step: int, steps: int, warmup: int) -> float:
     return LOWEST_LR + (1 - LOWEST_LR) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def _evaluate(task: Task, model: nn.Module, step: int, record: Record, recorder: Recorder, console: Console) -> None:
+def _begin(
+    here: Rank, job: Job, out: Path, audience: Audience, model: nn.Module, done: int, tokens_a_step: int
+) -> None:
+    """Open the loggers that the job names, and tell everybody that the run begins."""
+    if not audience.listens:
+        return
+    stats = zeroshard.stats(model)
+    start = RunStart(
+        name=out.absolute().name,
+        folder=str(out),
+        step=done,
+        of=job.train.steps,
+        stage=stats.stage,
+        ranks=here.world,
+        precision=job.precision,
+        parameters=stats.parameters,
+        tokens_per_step=tokens_a_step,
+    )
+    settings = settings_of(start, asdict(job.train), job.shard)
+    add_loggers(
+        audience, job.train.log, LoggedRun(name=start.name, folder=out.absolute(), step=done, settings=settings)
+    )
+    audience.tell(start)
+
+
+def _evaluate(task: Task, model: nn.Module, step: int, record: Record, recorder: Recorder, audience: Audience) -> None:
+    waits = runtime_of(model).fabric.waits
+    before = waits.seconds()
     loss = task.evaluate(model)
+    record.waited_elsewhere(before, waits.seconds())
     if loss is not None:
         record.evaluated(step, loss)
         recorder.evaluated(loss, step)
-        say(console, evaluation_line(step, record))
+        audience.tell(Evaluation(step=step, held_out_loss=loss))
 
 
-def _say_sample(task: Task, model: nn.Module, when: str, console: Console) -> None:
+def _say_sample(task: Task, model: nn.Module, when: str, audience: Audience) -> None:
     text = task.sample_sharded(model)
     if text is not None:
-        say(console, f"a sample {when} training:\n{text}")
+        audience.say(f"a sample {when} training:\n{text}")

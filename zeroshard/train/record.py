@@ -77,12 +77,18 @@ class Record:
     """Elements communicated in a step, in Ψ; None if every measured step came right after an evaluation."""
     tokens_a_second: float | None = None
     """Speed of all ranks together; None until a second step is measured."""
+    seconds_a_step: float | None = None
+    """None until a second step is measured."""
+    waits: dict[str, float] | None = None
+    """Exposed waits by cause, in seconds a step, between the last two measured steps. None before there are two."""
     offload: OffloadStep | None = None
     """None without offload, or before the step that is measured with it."""
     trace: StepTrace | None = None
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _evaluated_after: int = -1
     _timed_from: int | None = None
+    _last: tuple[int, dict[str, float]] | None = None
+    """The last measured step, and this rank's exposed waits until then."""
 
     @property
     def memory(self) -> Memory:
@@ -109,13 +115,25 @@ class Record:
         """Note that something after a step communicated, which counts for the step after it."""
         self._evaluated_after = step
 
+    def waited_elsewhere(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Leave out the exposed waits between two readings, because they belong to an evaluation."""
+        if self._last is not None:
+            step, waits = self._last
+            self._last = step, {cause: waits[cause] + after[cause] - before[cause] for cause in after}
+
     def measured(self, step: int, loss: float, stats: Stats) -> None:
         """Note a step's numbers. The first measured step starts the clock: its own time includes the set-up."""
         if self._timed_from is None:
             self._timed_from = step
             self.stopwatch.start()
         else:
-            self.tokens_a_second = self.tokens_a_step * (step - self._timed_from) / self.stopwatch.seconds
+            self.seconds_a_step = self.stopwatch.seconds / (step - self._timed_from)
+            self.tokens_a_second = self.tokens_a_step / self.seconds_a_step
+        waits = dict(stats.exposed_waits)
+        if self._last is not None:
+            last, before = self._last
+            self.waits = {cause: max(0.0, waits[cause] - before[cause]) / (step - last) for cause in waits}
+        self._last = step, waits
         self.losses.append(loss)
         self.stats = stats
         if self._evaluated_after != step - 1:  # the gathers of an evaluation count for the step after it

@@ -16,6 +16,7 @@ from ..storage.background import abandon_all, finish_all
 
 STOP_FILE = "ZEROSHARD_STOP_FILE"  # environment variable: a file in which rank 0 tells the launcher of an early end
 LAUNCHER = "ZEROSHARD_LAUNCHER"  # environment variable: the process of `zeroshard train` that started the ranks
+COMMAND = "ZEROSHARD_COMMAND"  # environment variable: the command that started the ranks, for what they print
 BY_SIGNAL = "a signal"
 SAVING_SECONDS = 300
 """How long ranks that were told to stop may take to save."""
@@ -78,6 +79,17 @@ def _is_alive(process: int) -> bool:
     return True
 
 
+def name_command(command: str) -> None:
+    """Note which command of `zeroshard` this process runs. Ranks inherit the name: those of finetune run `train`."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or COMMAND not in os.environ:
+        os.environ[COMMAND] = command
+
+
+def command_title() -> str:
+    """Return what lines of the launcher begin with, as `zeroshard finetune`."""
+    return f"zeroshard {os.environ.get(COMMAND, 'train')}"
+
+
 def tell_launcher(reason: str) -> None:
     """Tell the process that started the ranks that the run ended early, and why."""
     if file := os.environ.get(STOP_FILE):
@@ -108,7 +120,7 @@ class LauncherWatch:
             rank = os.environ.get("RANK")
             try:
                 text = f"rank {rank} ends: its launcher, process {self._launcher}, is gone"
-                print(f"zeroshard train: {text}", file=sys.stderr)
+                print(f"{command_title()}: {text}", file=sys.stderr)
             except OSError:  # the reader of the output is gone, too
                 _send_nowhere(2)
         return True

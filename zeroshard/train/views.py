@@ -1,16 +1,11 @@
-"""Views of a record: the live bar on a terminal, plain lines elsewhere, and the closing table beside the papers."""
+"""Views of a record at the end of a run: what was traced, and the closing table beside the papers."""
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from ..observe.ledger import Memory
 from ..plan.papers.formulas import (
-    KINDS,
     PaperRow,
     paper_memory,
     paper_traffic,
@@ -19,66 +14,6 @@ from ..plan.papers.formulas import (
     total_bytes,
 )
 from .record import Record, StepTrace
-
-
-def rank_zero_console(rank: int) -> Console:
-    """Return a console that prints on rank 0 and is silent on every other rank."""
-    return Console(file=sys.stdout, quiet=rank != 0)
-
-
-def say(console: Console, text: str) -> None:
-    """Print text as it is: no wrapping, no colours, no markup."""
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-
-class Bar(Progress):
-    """The steps as a bar, with the numbers of the last measured step below it. Only a terminal shows it."""
-
-    def __init__(self, steps: int, console: Console) -> None:
-        self._steps, self._numbers = steps, ""  # set first, because the constructor below draws
-        columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self.add_task("step", total=steps)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Return what is drawn: the bar, and the numbers below it."""
-        yield from super().get_renderables()
-        yield Text(self._numbers)
-
-    def reach(self, step: int) -> None:
-        """Move the bar to a step."""
-        self.update(self._task, completed=step)
-
-    def show(self, step: int, record: Record) -> None:
-        """Show the numbers of a measured step: below the bar on a terminal, as a line elsewhere."""
-        self._numbers = step_line(record)
-        if not self.console.is_terminal:
-            say(self.console, f"step {step}/{self._steps} · {self._numbers}")
-
-
-def step_line(record: Record) -> str:
-    """Return the numbers of the last measured step."""
-    assert record.stats is not None, "a step was measured"
-    parts, host = [f"loss {record.losses[-1]:.3f}"], record.stats.host_memory
-    if record.tokens_a_second is not None:
-        parts.append(f"{record.tokens_a_second:,.0f} tokens/s")
-    if host is None or not host.model_states:
-        parts.append(_by_kind(record.memory))
-    else:
-        parts += [f"device: {_by_kind(record.memory)}", f"host: {_by_kind(host)}"]
-    if record.volume is not None:
-        parts.append(f"volume {record.volume:.2f} Ψ")
-    return " · ".join(parts)
-
-
-def _by_kind(memory: Memory) -> str:
-    parameters, gradients, states = (f"{getattr(memory, kind) / 1e6:.1f}" for kind in KINDS)
-    return f"parameters {parameters}, gradients {gradients}, optimizer states {states} MB"
-
-
-def evaluation_line(step: int, record: Record) -> str:
-    """Return the last held-out loss, of an evaluation after a step; step 0 is before the first one."""
-    return f"held-out loss {record.held_out[-1]:.3f} " + (f"after {step} steps" if step else "before training")
 
 
 def trace_line(trace: StepTrace) -> str:

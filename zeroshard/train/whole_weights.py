@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
+from ..init.joined import Part
 from ..runtime import runtime_of
 from ..storage.contents import buffers_of
 from ..storage.output import SHARD_BYTES, Output, Shards, WholeTensor
@@ -18,7 +20,7 @@ def save_whole(
     files: Mapping[str, bytes],
     replaced: Callable[[], Sequence[Path]],
     *,
-    rename: Callable[[str], str | None] = lambda name: name,
+    divide: Callable[[str, tuple[int, ...]], Sequence[Part]] = lambda name, _: [Part(name, ())],
     shard_bytes: int = SHARD_BYTES,
     stem: str = "model",
 ) -> list[Path]:
@@ -32,30 +34,36 @@ def save_whole(
         model: the sharded model.
         files: other files of the folder, by name.
         replaced: returns the files of an earlier run, which go when the new ones are there. Rank 0 calls it.
-        rename: returns the name under which a tensor is written; None leaves it out.
+        divide: returns the tensors that are written for a tensor of the model, by its name and shape; none leaves it
+            out.
         shard_bytes: the size of the largest file, unless one tensor is larger.
         stem: what the names of the safetensors files begin with.
     """
     runtime = runtime_of(model)
-    names: dict[int, str] = {}
+    parts: dict[int, Sequence[Part]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # the first name of a tied weight
-        if isinstance(tensor, Tensor) and (written := rename(name)) is not None:
-            names.setdefault(id(tensor), written)
+        if isinstance(tensor, Tensor) and (written := divide(name, tuple(tensor.shape))):
+            parts.setdefault(id(tensor), written)
     parameters = [p for unit in runtime.units for flat in unit.flats for p in flat.parameters]
-    buffers = [(names[id(buffer)], buffer) for _, buffer in buffers_of(runtime) if id(buffer) in names]
-    wholes = [WholeTensor(names[id(p)], tuple(p.shape), p.dtype) for p in parameters if id(p) in names]
-    wholes += [WholeTensor(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers]
+    buffers = [buffer for _, buffer in buffers_of(runtime) if id(buffer) in parts]
+    wholes = [
+        WholeTensor(part.name, _shape(tensor, part), tensor.dtype)
+        for tensor in [*parameters, *buffers]
+        for part in parts.get(id(tensor), ())
+    ]
     with Output(folder) as output:
         writer = _Writer(output, files, replaced, wholes, shard_bytes, stem)
         on_rank_zero(runtime.fabric, writer.begin)
-        for parameter, values in runtime.whole_parameters():
-            if id(parameter) not in names:
-                continue
+        for parameter, values in runtime.whole_parameters(parts.keys()):
             if runtime.fabric.rank == 0:
                 values = values.cpu()
-            on_rank_zero(runtime.fabric, partial(writer.write, names[id(parameter)], values))
-        on_rank_zero(runtime.fabric, lambda: writer.end(buffers))
+            on_rank_zero(runtime.fabric, partial(writer.write, parts[id(parameter)], values))
+        on_rank_zero(runtime.fabric, lambda: writer.end([(parts[id(buffer)], buffer) for buffer in buffers]))
     return output.files
+
+
+def _shape(tensor: Tensor, part: Part) -> tuple[int, ...]:
+    return tuple(torch.empty(tensor.shape, device="meta")[part.region].shape)
 
 
 class _Writer:
@@ -80,13 +88,14 @@ class _Writer:
             self._output.new(name, content)
         self._shards = Shards(self._output, self._wholes, self._shard_bytes, self._stem)
 
-    def write(self, name: str, values: Tensor) -> None:
+    def write(self, parts: Sequence[Part], values: Tensor) -> None:
         assert self._shards is not None
-        self._shards.write(name, values)
+        for part in parts:
+            self._shards.write(part.name, values[part.region])
 
-    def end(self, buffers: Sequence[tuple[str, Tensor]]) -> None:
+    def end(self, buffers: Sequence[tuple[Sequence[Part], Tensor]]) -> None:
         assert self._shards is not None
-        for name, buffer in buffers:
-            self._shards.write(name, buffer.detach().cpu())
+        for parts, buffer in buffers:
+            self.write(parts, buffer.detach().cpu())
         self._shards.finish()
         self._output.show()

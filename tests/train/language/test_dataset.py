@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.language.chats import VOCABULARY, chats, make_tokenizer, text, write_lines
 from zeroshard.config.finetune import FilesConfig
-from zeroshard.train.language.dataset import Dataset, read_dataset
+from zeroshard.train.language.dataset import Dataset, read_dataset, remove_stored
 from zeroshard.train.language.documents import DataError
 from zeroshard.train.language.encoding import Encoder
 
@@ -55,6 +55,17 @@ def test_tokens_are_stored_for_the_next_process_and_anew_for_other_files(
     assert read(file, tmp_path / "cache").digest == first.digest
     assert len(encoded) == 40, "a damaged file is made again"
     assert read(write_lines(file, chats(21)), tmp_path / "cache").digest != first.digest
+
+
+def test_stored_tokens_that_no_rank_uses_are_removed(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    found = [read(write_lines(tmp_path / f"{number}.jsonl", chats(20 + number)), cache) for number in range(3)]
+    stored = [each.stored for each in found]
+    (cache / "tokens-0000000000000000.safetensors.4711").write_text("of a process that was killed")
+    (cache / "notes.txt").write_text("of the user")
+    remove_stored(cache, [stored[1], stored[2], None])
+    assert {file.name for file in cache.iterdir()} == {"notes.txt", *(file.name for file in stored[1:] if file)}
+    remove_stored(tmp_path / "not there", [])
 
 
 def test_the_prompt_of_the_sample_ends_where_the_assistant_begins(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,18 @@ def test_parquet_has_the_same_columns(tmp_path: Path) -> None:
     assert [document.row["messages"] for document in found] == [messages, messages]
     assert found[1].where == f"{tmp_path}/a.parquet, row 2"
     assert "cannot be read" in told(tmp_path / "b.parquet", "no parquet")
+
+
+def test_a_line_without_end_is_told_and_never_read_whole(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    with open(file, "w") as opened:
+        opened.write('{"text": "a"}\n')
+        opened.truncate(10 << 30)  # a sparse file
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"a\.jsonl:2: is longer than 64 MiB; write one JSON object a line"):
+        list(read_documents([file]))
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.ranks import on_ranks
 from tests.train.language.chats import VOCABULARY, make_model
 from zeroshard.config.finetune import FilesConfig, LanguageModelConfig
 from zeroshard.config.job import FinetuneConfig, Job
+from zeroshard.runtime import runtime_of
 from zeroshard.storage.format import CheckpointError
 from zeroshard.train.language.model import LanguageModel
 from zeroshard.train.language.packing import IGNORED, Excerpt, Sequences
@@ -176,7 +177,12 @@ def test_the_folder_that_is_written_has_the_logits_of_the_sharded_model(
         logits = model.eval()(input_ids=tokens).logits
     out: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(out)
+    runtime = runtime_of(model)
+    runtime.fabric.take_volume()
     save_language_model(Path(out[0]), model, llama, job, shard_bytes=40_000)
+    moved = sum(traffic.elements for traffic in runtime.fabric.take_volume().shards.values())
+    trained = sum(flat.layout.numel for flat in runtime.flats if flat.trainable)
+    assert moved == trained, "a frozen base is not gathered"
     save_language_model(Path(out[0]), model, llama, job, shard_bytes=40_000)  # an earlier result is replaced
     written = folder_of(Path(out[0]), job)
     if lora:
@@ -199,6 +205,39 @@ def test_the_folder_that_is_written_has_the_logits_of_the_sharded_model(
         with pytest.raises(CheckpointError, match="which no `zeroshard finetune` wrote"):
             earlier_result(written)
         shutil.rmtree(out[0])
+
+
+@on_ranks(2)
+def test_the_folder_of_a_mixture_of_experts_has_the_tensors_of_the_folder_that_was_trained() -> None:
+    made: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(made)
+    folder, out = Path(made[0], "mixtral"), Path(made[0], "out")
+    if dist.get_rank() == 0:
+        make_model(folder, kind="mixtral", num_local_experts=3)
+    dist.barrier()
+    mixtral = source(folder)
+    job = Job(name="job", model=mixtral.config, data=FilesConfig(), train=FinetuneConfig(), shard={"precision": "fp32"})
+    whole = mixtral.build(0)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    model, optimizer = zeroshard.shard(whole, optimizer, stage=3, precision="fp32", weights=folder)
+    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens).logits
+    save_language_model(out, model, mixtral, job)
+    before, after = (load_file(file / "model.safetensors") for file in (folder, folder_of(out, job)))
+    assert after.keys() == before.keys()
+    assert sum(".block_sparse_moe.experts." in name for name in after) == 2 * 3 * 3
+    assert all(after[name].shape == before[name].shape and not after[name].equal(before[name]) for name in after)
+    import transformers
+
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder_of(out, job))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, logits, atol=1e-6, rtol=1e-5)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(made[0])
 
 
 def test_a_model_that_computes_another_loss_is_found_out(folder: Path) -> None:

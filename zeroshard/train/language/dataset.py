@@ -1,9 +1,10 @@
 """The data of a language model: documents encoded once, held out or trained on by their content, and packed."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Dataset:
     """Documents that are longer than a sequence."""
     digest: str
     """A fingerprint of all tokens and targets."""
+    stored: Path | None
+    """The file with the tokens, from which other ranks and later runs read them. None if there is no folder for it."""
     prompt: list[int]
     """The tokens with which a held-out document begins, before what is predicted; of a training document if need be."""
 
@@ -93,8 +96,21 @@ def read_dataset(
         skipped=found.skipped,
         cut=int((found.documents[:, 1] > sequence).sum()),
         digest=_hash(found.tokens, found.targets).hex(),
+        stored=stored,
         prompt=_prompt(found, (sides[1] or sides[0])[0], sequence),
     )
+
+
+def remove_stored(cache: Path, used: Collection[Path | None]) -> None:
+    """Remove stored tokens that no rank uses: of other files, of another tokenizer, and what a killed process left.
+
+    One rank calls this, when all ranks have read their tokens.
+    """
+    keep = {file.name for file in used if file is not None}
+    for file in cache.glob(f"{CACHE}-*.safetensors*"):
+        if file.name not in keep:
+            with contextlib.suppress(OSError):  # a folder that cannot be written does not matter
+                file.unlink()
 
 
 def _encode(files: Sequence[Path], share: float, encoder: Encoder) -> _Encoded:

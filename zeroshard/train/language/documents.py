@@ -16,6 +16,8 @@ FORMS = (
 )
 SURROGATE = rb"\ud"
 """How JSON begins one half of a character beyond 16 bits."""
+LONGEST_LINE = 64 << 20
+"""The most bytes of a line of JSON. Longer ones are of files that are no JSON lines."""
 MOST_TOLD = 5
 """The most mistakes that are told at once."""
 
@@ -97,7 +99,11 @@ def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
             yield f"{file}:{line}", "is no UTF-8 text"
         return
     with open(file, "rb") as lines:
-        for number, content in enumerate(lines, start=1):
+        for number, content in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), b""), start=1):
+            if len(content) > LONGEST_LINE:
+                remedy = "write one JSON object a line, and a long text as several"
+                yield f"{file}:{number}", f"is longer than {LONGEST_LINE >> 20} MiB; {remedy}"
+                return  # what follows is the rest of this line
             if content.strip():
                 yield f"{file}:{number}", _parsed(content)
 

@@ -1,5 +1,6 @@
 """What the plan says of a job before it starts: stage, offload and micro-batch for the memory that ranks have."""
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from ...system.sizes import size_text
 
 MOST_TOKENS = 1 << 16
 """A larger micro-batch than this is no faster, and takes longer to trace."""
+COLUMNS = 96
+"""The width of what the plan says."""
 AS_FAST = 0.99
 """A way with this share of the best speed counts as equally fast."""
 
@@ -116,7 +119,8 @@ def _with_batch(
     advice = foresight.advise()
     row = foresight.row(advice.stage, Variant(name_of(advice.offload), advice.offload))
     asked = f"stage {advice.stage}, offload {row.variant.name}, as asked"
-    told = advice.problem or advice.warning or advice.chosen or asked
+    reason = advice.problem or advice.warning or advice.chosen or asked
+    told = f"plan: {reason.removeprefix('zeroshard: ')}"
     seconds = f", {row.time.total:.3g} s a step" if row.time is not None else ""
     blocks = f", {row.recomputed} of {row.traced.blocks} blocks recomputed" if row.traced.blocks else ""
     parts = f"micro-batch: {batch} × {sequence} tokens, {times} a step{blocks}{seconds}; a rank at its peak: "
@@ -125,10 +129,19 @@ def _with_batch(
         advice.offload,
         batch,
         times,
-        f"plan: {told.removeprefix('zeroshard: ')}\n{parts}{size_text(row.budget.peak.total)}",
+        f"{_wrapped(told)}\n{parts}{size_text(row.budget.peak.total)}",
         row,
         advice.problem is None and row.fits,
     )
+
+
+def _wrapped(text: str) -> str:
+    """Return a text in lines that a terminal shows whole. Words stay whole, however long they are."""
+    lines = [
+        textwrap.fill(line, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    ]
+    return "\n".join(lines)
 
 
 def _allowed(options: Mapping[str, Any], micro_batches: int) -> Mapping[str, Any]:

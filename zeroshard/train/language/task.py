@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,12 @@ from ..checkpoints import Origin
 from ..rank import Rank
 from ..record import Record
 from ..task import mean, parameter_groups, shown
-from .dataset import Dataset, read_dataset
+from .dataset import Dataset, read_dataset, remove_stored
 from .encoding import Encoder
 from .forecast import Forecast, forecast
 from .model import LanguageModel
 from .packing import Order, Packed, Sequences, divide
+from .router_loss import router_weight
 from .token_loss import summed_loss
 from .views import closing_lines, plan_table
 from .weights import folder_of, save_language_model
@@ -38,6 +39,16 @@ PROBED = 8
 """Tokens of the two sequences that show whether attention crosses from one document to another."""
 SAME = 1e-6
 """A larger relative difference of logits means that it does."""
+
+
+class MicroBatch(NamedTuple):
+    """Some sequences of a step."""
+
+    packed: Packed
+    learned: int
+    """The tokens that the whole step learns."""
+    share: float
+    """The part of the step's sequences that are here."""
 
 
 class LanguageTask:
@@ -52,6 +63,7 @@ class LanguageTask:
         self._order = Order(len(self._data.training), self._sequences_a_step, job.train.seed)
         self._forecast: Forecast | None = None
         self._isolated = self._computes_loss = True
+        self._router_weight = 0.0
         self._sizes = (0, 0)
 
     @property
@@ -61,12 +73,15 @@ class LanguageTask:
     @property
     def identity(self) -> dict[str, Any]:
         """Return the fingerprint of the tokens: their order is the run's position."""
-        return {"content of data.files": self._data.digest[:16]}
+        return identity_of(self._data)
 
     def start(self, job: Job, origin: Origin | None, here: Rank) -> Job:
         """Ask the plan how to run the job here. Returns the job with its steps and its micro-batch."""
         self._job = settled_steps(job, self._data, self._sequence)
         start_process_group(here.device)
+        stored = _gathered(self._data.stored, here.world)
+        if here.rank == 0 and self._data.stored is not None:
+            remove_stored(self._data.stored.parent, stored)
         planned = self.build()
         local = local_ranks(here.world)
         sharing = device_ranks(here.device, local, lambda mine: _gathered(mine, here.world))
@@ -123,35 +138,46 @@ class LanguageTask:
 
     def prepare(self, model: nn.Module) -> None:
         """Find out whether the model keeps documents of a sequence apart, and computes the loss that it is given."""
-        self._computes_loss = computes_loss(model, self._model, self._here.device)
+        self._router_weight = router_weight(model, self._model, self._here.device)
+        self._computes_loss = not self._router_weight and computes_loss(model, self._model, self._here.device)
         self._isolated = keeps_apart(model, self._model, self._here.device, self._job.train.batch)
         if not self._isolated and self._here.rank == 0:
             print("this model cannot tell packed documents apart: attention crosses from one to the next", flush=True)
 
-    def micro_batches(self, step: int) -> list[tuple[Packed, int]]:
-        """Return this rank's sequences of a step, each part with the number of tokens that the whole step learns."""
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """Return this rank's sequences of a step."""
         return self._divided(self._data.training, self._order.step(step))
 
-    def _divided(self, data: Sequences, numbers: Sequence[int]) -> list[tuple[Packed, int]]:
+    def _divided(self, data: Sequences, numbers: Sequence[int]) -> list[MicroBatch]:
         here, learned = self._here, data.learned(numbers)
-        parts = divide(numbers, here.data_rank, here.data_ranks, self._job.train.batch)
-        return [(self._positioned(data.take(part)).to(here.device), learned) for part in parts]
+        found = []
+        for part in divide(numbers, here.data_rank, here.data_ranks, self._job.train.batch):
+            share = sum(number is not None for number in part) / len(numbers)
+            found.append(MicroBatch(self._positioned(data.take(part)).to(here.device), learned, share))
+        return found
 
     def _positioned(self, batch: Packed) -> Packed:
         if self._isolated:
             return batch
         return Packed(batch.tokens, batch.targets, torch.arange(self._sequence).expand_as(batch.positions))
 
-    def loss(self, model: nn.Module, batch: tuple[Packed, int]) -> Tensor:
+    def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Return the micro-batch's part of the mean loss over the step's learned tokens, times the ranks."""
-        packed, learned = batch
-        given = self._model.inputs(packed.tokens, packed.positions)
-        summed: Tensor
+        loss, found = self._token_loss(model, batch)
+        if self._router_weight:
+            loss = loss + found.aux_loss * (self._router_weight * batch.share * self._here.data_ranks)
+        return loss
+
+    def _token_loss(self, model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Any]:
+        """Return the loss of the tokens alone, and all that the model returned."""
+        given = self._model.inputs(batch.packed.tokens, batch.packed.positions)
         if self._computes_loss:
-            summed = model(**given, labels=packed.targets).loss
+            found = model(**given, labels=batch.packed.targets)
+            summed: Tensor = found.loss
         else:
-            summed = summed_loss(model(**given).logits, packed.targets)
-        return summed * (self._here.data_ranks / learned)
+            found = model(**given)
+            summed = summed_loss(found.logits, batch.packed.targets)
+        return summed * (self._here.data_ranks / batch.learned), found
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float | None:
@@ -164,7 +190,7 @@ class LanguageTask:
         model.eval()
         total = torch.zeros((), device=self._here.device)
         for batch in self._divided(data, numbers):
-            total += self.loss(model, batch)
+            total += self._token_loss(model, batch)[0]
         model.train()
         return mean(model, total)
 
@@ -214,6 +240,11 @@ def read_data(job: Job, model: LanguageModel, out: Path | None) -> Dataset:
     cache = None if out is None else out / "cache"
     key = [*model.tokenizer_key, str(model.vocabulary)]
     return read_dataset(job.files, model.sequence(job.files.sequence), job.train.seed, encoder, cache, key)
+
+
+def identity_of(data: Dataset) -> dict[str, Any]:
+    """Return what runs have in common that train on the same tokens."""
+    return {"content of data.files": data.digest[:16]}
 
 
 def sequences_a_step(job: Job, sequence: int) -> int:

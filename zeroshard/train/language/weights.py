@@ -10,6 +10,7 @@ from torch import nn
 
 from ...config.checks import DTYPES
 from ...config.job import Job
+from ...init.joined import Conversions, Part
 from ...storage.format import CheckpointError
 from ...storage.output import SHARD_BYTES, WEIGHTS, as_json
 from ..whole_weights import save_whole
@@ -56,20 +57,16 @@ def save_language_model(
         model,
         {MARK: as_json(about), **files},
         lambda: earlier_result(folder),
-        rename=_adapter_name if adapters else _model_name,
+        divide=_adapter_tensor if adapters else Conversions(model).parts,
         shard_bytes=shard_bytes,
         stem="adapter_model" if adapters else "model",
     )
 
 
-def _model_name(name: str) -> str:
-    return name
-
-
-def _adapter_name(name: str) -> str | None:
-    """Return the name by which PEFT loads a tensor of the adapter; None for all else."""
+def _adapter_tensor(name: str, _: tuple[int, ...]) -> list[Part]:
+    """Return a tensor of the adapter under the name by which PEFT loads it; nothing for all else."""
     plain, found = _ADAPTER_NAME.subn(r"\1", name)
-    return plain if found else None
+    return [Part(plain, ())] if found else []
 
 
 def _model_files(model: Any, source: LanguageModel, job: Job) -> dict[str, bytes]:
