@@ -114,6 +114,8 @@ TOO_MUCH = {
     "zero-1000b": "takes minutes",
     "offload-70b": "takes minutes",
     "--sequence 8192": "is for a model with so many positions",
+    "--log wandb": "needs libraries that make setup does not install",
+    "train.log=wandb": "the same",
 }
 """Words of commands that are only read, and why."""
 

@@ -18,7 +18,7 @@ HOSTS = {"arxiv.org", "download.pytorch.org", "pytorch.org", "semver.org", "ui.p
 """Where a page may link to. Look at an address yourself before you add its host."""
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'!\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"')
-OTHER_OPTIONS = {"--help", "--die-at"}
+OTHER_OPTIONS = {"--help", "--die-at", "--logdir"}
 """Options of other programs that pages name."""
 
 
