@@ -6,6 +6,7 @@ ARGS   ?=
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
+DOCS  := $(VENV)/.docs
 
 # Tests of one file stay in one worker, which has one pool of ranks. One thread each: threads that wait would spin.
 # torch looks up the name of every peer it connects to, so a resolver that loses a packet would hold a test up for 5 s.
@@ -13,7 +14,7 @@ WORKERS ?= $(shell nproc)
 PYTEST   = OMP_NUM_THREADS=1 RES_OPTIONS='timeout:1 attempts:1' $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all soak fuzz bench bench-adam bench-checkpoint lint format clean
+.PHONY: help setup train test test-all soak fuzz bench bench-adam bench-checkpoint docs lint format clean
 
 help:  ## show this list
 	@echo "zeroshard: ZeRO stages 0 to 3 for unchanged PyTorch models. The first target you run also sets up $(VENV)."
@@ -62,6 +63,15 @@ bench-adam: $(PEERS)  ## the host optimizer beside DeepSpeed's, torch's and the 
 bench-checkpoint: $(READY)  ## saving and loading beside torch.distributed.checkpoint (about a minute)
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# Every page is read anew (-E), because parts of the reference follow from the code. Needs no network.
+docs: $(DOCS)  ## build the documentation into docs/_build; a warning or a broken link is an error
+	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html docs docs/_build
+	@echo "open docs/_build/index.html"
+
 lint: $(READY)  ## ruff (lint and format) and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,4 +82,4 @@ format: $(READY)  ## let ruff rewrite the code
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis zeroshard/offload/native/*.so
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis zeroshard/offload/native/*.so

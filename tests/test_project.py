@@ -117,7 +117,8 @@ def test_each_push_and_pull_request_runs_make_test_on_two_versions_of_python() -
     job = content["jobs"]["test"]
     assert commands_of(job) == ["make test"]
     assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
-    assert "test:" in (ROOT / "Makefile").read_text()
+    assert commands_of(content["jobs"]["docs"]) == ["make docs"]
+    assert {"test:", "docs:"} <= set((ROOT / "Makefile").read_text().split())
 
 
 def test_only_a_tag_publishes_and_only_after_all_wheels_were_tried() -> None:

@@ -1,52 +1,47 @@
-"""The README's commands exist and its code runs."""
+"""The README is short, begins with the two commands, and leads to every page. `tests/docs` checks code and links."""
 
-import os
+from __future__ import annotations
+
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-from zeroshard.cli.main import parser
-from zeroshard.config.job import presets
+from tests.docs.pages import DOCS, blocks_of
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-FENCED = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-BLOCKS = [text for language, text in FENCED if not language]
-COMMANDS = [
-    line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines() if line.startswith("zeroshard")
-]
+README = ROOT / "README.md"
+TEXT = README.read_text()
+LONGEST = 150
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= LONGEST
 
 
 def test_the_two_commands_come_first() -> None:
-    assert [line.split("#")[0].strip() for line in BLOCKS[0].splitlines()] == ["make train", "make test"]
+    commands = [line.split("#")[0].strip() for line in blocks_of(README)[0].text.splitlines()]
+    assert commands == ["make train", "make test"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_is_one_that_exists(command: str) -> None:
-    arguments = parser().parse_args(shlex.split(command)[1:])
-    config = getattr(arguments, "config", None)
-    assert config is None or config in presets() or config == "my.toml"
+def test_the_program_has_about_ten_lines_and_runs_with_the_other_pages() -> None:
+    (program,) = [block for block in blocks_of(README) if block.language == "python"]
+    assert 8 <= len([line for line in program.text.splitlines() if line and not line.startswith("import")]) <= 12
+    assert not program.needs  # it runs as it is
 
 
-@pytest.mark.slow
-def test_the_python_code_runs_as_a_world_of_one() -> None:
-    blocks = [text for language, text in FENCED if language == "python"]
-    assert len(blocks) == 5
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # a mesh needs a group
-    for code in blocks:
-        env = os.environ | (alone if "init_device_mesh" in code else {})
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
-        assert done.returncode == 0, done.stderr
-        assert ("optimizer_states=" in done.stdout) == ("stats(" in code)
+def test_the_readme_leads_to_every_page_that_a_person_wrote() -> None:
+    linked = {(ROOT / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)\)", TEXT)}
+    for part in ("tutorials", "how-to", "explanation", "reference"):
+        for page in (DOCS / part).glob("*.md"):
+            assert page in linked, f"no link to {page.relative_to(ROOT)}"
 
 
-def test_every_file_of_the_map_exists() -> None:
-    for path in re.findall(r"`(zeroshard/[\w/.]+)`", README):
-        assert (ROOT / path).exists(), path
+def test_every_figure_of_the_comparison_is_in_the_results() -> None:
+    table = TEXT.partition("<!-- comparison")[2].partition("\n1. ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    figures = re.findall(r"\d+\.\d+(?!\.)", " ".join(row.split("|", 2)[2] for row in rows))
+    results = set(re.findall(r"\d+\.\d+", (ROOT / "benchmarks" / "RESULTS.md").read_text()))
+    assert len(figures) > 20
+    assert set(figures) <= results
 
 
 def test_every_file_that_contributing_names_exists() -> None:

@@ -26,8 +26,12 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "orange": ("#e69f00", "#f0b429"),
     "green": ("#009e73", "#1fa67e"),
     "grey": ("#8a939c", "#7d8590"),
+    "sky": ("#8cc4e8", "#4ba3e3"),
+    "mint": ("#7ed3b5", "#1fa67e"),
+    "faint": ("#e4e8ec", "#242b33"),
+    "label": ("#1f2328", "#0d1117"),
 }
-"""By role: on a light page, on a dark page."""
+"""By role: on a light page, on a dark page. A `label` is readable on boxes of sky, mint and orange."""
 
 
 class Drawing:

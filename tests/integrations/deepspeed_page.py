@@ -1,4 +1,4 @@
-"""The table of ``docs/deepspeed.md``. ``python -m tests.integrations.deepspeed_page`` writes it into the page."""
+"""The table of ``docs/reference/deepspeed.md``. ``python -m tests.integrations.deepspeed_page`` writes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zeroshard.integrations.deepspeed import keys
 
-PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "deepspeed.md"
 TABLE = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of table -->)", re.DOTALL)
 
 

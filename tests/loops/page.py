@@ -1,4 +1,4 @@
-"""The tables of ``docs/loops.md``, from the corpus. ``python -m tests.loops.page`` writes them into the page."""
+"""The tables of ``docs/how-to/loops.md``, from the corpus. ``python -m tests.loops.page`` writes them into the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.loops.harness import Refusal
 from tests.loops.table import LOOPS
 
-PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "loops.md"
 TABLES = re.compile(r"(?<=<!-- tables -->\n).*(?=<!-- end of tables -->)", re.DOTALL)
 
 

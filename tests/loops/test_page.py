@@ -1,12 +1,6 @@
-"""The page on training loops says what the tests show, and its code runs."""
+"""The page on training loops says what the tests show. `tests/docs` runs its code."""
 
 from __future__ import annotations
-
-import re
-import subprocess
-import sys
-
-import pytest
 
 from tests.loops.harness import EVERYWHERE
 from tests.loops.page import PAGE, tables
@@ -27,11 +21,3 @@ def test_only_what_no_line_can_mend_is_refused_for_good() -> None:
     for_good = {loop.name: refusal for loop in LOOPS.values() for refusal in loop.refusals if refusal.line is None}
     assert for_good.keys() == {"lbfgs"}
     assert for_good["lbfgs"].where == EVERYWHERE
-
-
-@pytest.mark.slow
-def test_the_python_code_of_the_page_runs_as_a_world_of_one() -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) > 0

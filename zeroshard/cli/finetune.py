@@ -71,7 +71,9 @@ def define(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--offload", choices=("none", "cpu", AUTO), default=AUTO, help="optimizer states in host memory (default: auto)"
     )
-    how.add_argument("--precision", choices=DTYPES, help="(default: fp32 on CPU, bf16 on GPU)")
+    how.add_argument(
+        "--precision", choices=DTYPES, help="of parameters and gradients (default: fp32 on CPU, bf16 on GPU)"
+    )
     how.add_argument("--device", choices=DEVICES, help="auto takes the GPUs where there are some")
     how.add_argument(
         "--set",

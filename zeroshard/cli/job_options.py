@@ -36,7 +36,9 @@ def add_job_options(parser: argparse.ArgumentParser, *, auto: bool, precision: s
         + "Its options: --set shard.offload.moments=bf16 and so on",
     )
     usual = precision or "fp32 on CPU, bf16 on GPU"
-    parser.add_argument("--precision", choices=DTYPES, default=precision, help=f"(default: {usual})")
+    parser.add_argument(
+        "--precision", choices=DTYPES, default=precision, help=f"of parameters and gradients (default: {usual})"
+    )
     parser.add_argument(
         "--tensor-parallel",
         type=int,

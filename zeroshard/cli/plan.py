@@ -85,7 +85,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--activation-offload", action="store_true", help="checkpoints wait on the host (P_a+cpu)")
     hardware = parser.add_argument_group("hardware")
     hardware.add_argument("--gpus", type=int, metavar="N", help="in all nodes together")
-    hardware.add_argument("--nodes", type=int, metavar="N")
+    hardware.add_argument("--nodes", type=int, metavar="N", help="that hold the GPUs (default: as few as can)")
     hardware.add_argument("--gpu-memory", type=float, metavar="GB", help="of one GPU")
     hardware.add_argument("--host-memory", type=float, metavar="GB", help="of one node")
     hardware.add_argument("--machine", metavar="NAME", help="a profile: a100, h100, h200, v100, cpu, or a .toml file")

@@ -73,7 +73,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument("--nnodes", type=int, default=Nodes.nnodes, metavar="N", help="number of nodes (default: 1)")
     nodes.add_argument("--node-rank", type=int, default=Nodes.node_rank, metavar="I", help="which one this is, from 0")
     nodes.add_argument("--master-addr", metavar="HOST", help="address of node 0; needed with --nnodes above 1")
-    nodes.add_argument("--master-port", type=int, default=Nodes.master_port, metavar="PORT", help="(default: 29500)")
+    nodes.add_argument(
+        "--master-port", type=int, default=Nodes.master_port, metavar="PORT", help="port of node 0 (default: 29500)"
+    )
     nodes.add_argument("--local-addr", metavar="HOST", help="address of this node, if its host name does not resolve")
 
 

@@ -21,8 +21,11 @@ class Traffic(NamedTuple):
     """
 
     elements: int = 0
+    """Elements of the flats that it moved; an all-reduce counts them twice."""
     bytes: int = 0
+    """Bytes of these elements."""
     calls: int = 0
+    """How often it was called."""
 
 
 class RankVolume(NamedTuple):

@@ -40,8 +40,11 @@ class ModelConfig(Section):
     """The shape of a GPT: the `[model]` table of a configuration."""
 
     layers: Annotated[int, at_least(1)] = 6
+    """Transformer blocks."""
     hidden: Annotated[int, at_least(1)] = 384
+    """The width of the model: numbers for each token between two blocks."""
     heads: Annotated[int, at_least(1)] = 6
+    """Attention heads of a block. Their number divides ``hidden``."""
     sequence: Annotated[int, at_least(1)] = 256
     """Longest context in tokens. Each position has a learned embedding."""
     vocabulary: Annotated[
@@ -92,6 +95,7 @@ class TrainConfig(Section):
     """How long and how fast to train: the `[train]` table of a configuration."""
 
     steps: Annotated[int, at_least(1)] = 160
+    """Updates of the model in the whole run."""
     batch: Annotated[int, at_least(1)] = 4
     """Sequences per rank and micro-batch."""
     micro_batches: Annotated[int, at_least(1)] = 1
@@ -101,6 +105,7 @@ class TrainConfig(Section):
     warmup: Annotated[float, must("be a share of the steps, from 0 to below 1", lambda value: 0 <= value < 1)] = 0.1
     """The share of the steps over which the learning rate rises linearly."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
+    """AdamW's weight decay. Parameters of one dimension, such as biases, do not decay."""
     seed: Annotated[int, unsigned] = 0
     """Decides the initial parameters, every batch and the sample."""
     evaluate_every: Annotated[int, at_least(1)] = 40

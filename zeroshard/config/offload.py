@@ -181,8 +181,11 @@ class OffloadChoice(Options):
     ] = ()
     """Options that may change results or the loop: "moments", "update_in_backward", "delayed_update_after"."""
     threads: Annotated[int | None, whole(least=1, most=MOST_THREADS)] = None
+    """Threads that update, as in ``Offload``."""
     host_memory: Annotated[int | None, whole(least=1)] = None
+    """Bytes of host memory that this rank may use, as in ``Offload``."""
     seed: Annotated[int, unsigned] = 0
+    """Seed of the stochastic rounding, as in ``Offload``."""
 
     @property
     def limits(self) -> dict[str, Any]:

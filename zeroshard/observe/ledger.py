@@ -104,9 +104,11 @@ class Stats(StepTraffic):
     grad_norm: float | None
     """Global gradient norm before clipping, of the last step that computed it. Reading it waits for the device."""
     steps: int
+    """Steps of the optimizer, skipped ones included."""
     skipped_steps: int
     """Steps left out because fp16 gradients overflowed, or because of ``on_nonfinite``."""
     loss_scale: float | None
+    """With fp16: the factor that the loss is multiplied by."""
     stop_reason: str | None
     """With ``on_nonfinite="stop"``: what was not finite. No more steps are made then."""
     recomputed_blocks: int

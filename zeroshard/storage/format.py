@@ -66,6 +66,7 @@ VALUE = "value"
 SHOWN = "shown"
 """Kind of the older parameters that the next step runs on, where a delayed update waits to be published."""
 BUFFER = "buffer"
+"""Kind of a buffer of the model."""
 _STATE = "state "
 """Begins the kind of every optimizer state, so that no name of a state can be taken for another kind."""
 
@@ -142,6 +143,7 @@ class Entry(NamedTuple):
     region: Region
     """Which elements of the parameter the range has."""
     dtype: torch.dtype
+    """How the elements are stored."""
     offset: int = 0
     """First byte, counted from the end of the file's header."""
     checksums: tuple[int, ...] = ()
@@ -209,6 +211,7 @@ class Part:
     """What one rank wrote."""
 
     rank: int
+    """The rank that wrote it."""
     seat: tuple[int, int, int]
     """The rank's ``random_state.Seat``."""
     size: int
@@ -216,6 +219,7 @@ class Part:
     header: int
     """Bytes of the header, its length included."""
     entries: tuple[Entry, ...]
+    """The ranges in the data file, in their order there."""
     scalars: Mapping[str, Any]
     """By parameter: optimizer states that belong to the parameter as a whole, such as the step."""
     values: Mapping[str, Any]
@@ -308,9 +312,13 @@ class Marker(NamedTuple):
     """
 
     index_bytes: int
+    """The size of ``index.json``."""
     index_sha256: str
+    """The checksum of ``index.json``."""
     steps: int
+    """Steps that the optimizer has made."""
     saved_ns: int
+    """When the checkpoint was completed: nanoseconds since 1970. The newest checkpoint has the highest number."""
 
     @classmethod
     def of(cls, index: bytes, steps: int, saved_ns: int) -> Marker:

@@ -16,7 +16,7 @@ from zeroshard.system.waits import Cause
 from zeroshard.train.live.events import NAMES
 from zeroshard.train.live.json_lines import JsonLines
 
-PAGE = (Path(__file__).parents[3] / "docs/live.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/how-to/live.md").read_text()
 
 
 def test_a_line_is_an_object_with_the_values_of_the_event() -> None:

@@ -1,7 +1,7 @@
 """Runs scripts that were written for DeepSpeed: ``import zeroshard.integrations.deepspeed as deepspeed``.
 
 ``from_config`` (``configuration.py``) reads a configuration. ``initialize`` (``start.py``) returns an engine with the
-methods that scripts call (``engine.py``). DeepSpeed itself is not needed. Start with ``docs/deepspeed.md``.
+methods that scripts call (``engine.py``). DeepSpeed itself is not needed. Start with ``docs/reference/deepspeed.md``.
 """
 
 from types import SimpleNamespace

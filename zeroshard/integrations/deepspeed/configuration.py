@@ -1,6 +1,6 @@
 """Reads a DeepSpeed configuration: each key is mapped, accepted because it changes no result, or refused.
 
-``keys.toml`` says what happens to each key. ``docs/deepspeed.md`` shows the same table.
+``keys.toml`` says what happens to each key. ``docs/reference/deepspeed.md`` shows the same table.
 """
 
 from __future__ import annotations

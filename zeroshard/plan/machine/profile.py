@@ -40,6 +40,7 @@ class Device:
     peak_16bit: float
     """FLOPs a second in bf16 and fp16."""
     peak_fp32: float
+    """FLOPs a second in fp32."""
     bandwidth: float
     """Bytes a second of its memory. A calibrated value is the bandwidth that the update reaches."""
     efficiency: float
@@ -136,20 +137,28 @@ class Machine:
     """
 
     name: str
+    """The name of the file, which ``--machine`` takes."""
     title: str
+    """What tables call this machine."""
     devices_per_node: int
+    """Accelerators of a node, or ranks on a machine without any."""
     half: str = "bf16"
     """The 16-bit precision that this machine trains in."""
     accelerator: bool = True
     """True if devices have their own memory. Otherwise devices are ranks that share host memory."""
     device: Device
+    """One accelerator, or the cores of one rank."""
     inside: Link
     """The links inside a node."""
     between: Link
     """The links between nodes."""
+    """The links between nodes."""
     pcie: Pcie
+    """The connection between a device and its host."""
     host: Host
+    """The host memory of a node."""
     launch: Launch = Launch()
+    """How long the host needs to start the work of a device."""
     spread: tuple[float, float] = (1.0, 1.0)
     """The least and the most that a step of a machine like this took, divided by the planned time. A calibrated profile
     has 1 and 1."""
