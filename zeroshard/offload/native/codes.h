@@ -104,7 +104,8 @@ class Tile {
       Pairs codes = even_code >> PLACE | (odd_code << (8 - PLACE) & masks_.upper_code);
       if constexpr (kind == SIGNED_CODES) {
         codes |= (even >> 8 | (odd & masks_.upper_byte)) & masks_.signs;
-        if (__builtin_expect(any_below(even_code, odd_code, masks_.one), false)) codes |= small_codes(quad, base);
+        // With base 0 code 0 is exact: so in a tile of zeros, as an embedding's rows are that no token used.
+        if (base != 0 && __builtin_expect(any_below(even_code, odd_code, masks_.one), false)) codes |= small_codes(quad, base);
       }
       store_columns(codes_ + quad * 4 * LANES, codes);
     }
