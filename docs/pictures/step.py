@@ -96,8 +96,8 @@ def picture() -> Drawing:
     busy = {lane: sum(stop - start for start, stop, _ in tracks[lane]) / length for lane in lanes}
     said = ", ".join(f"{WORDS.get(lane, 'copies ' + lane)} {share:.0%} of the time" for lane, share in busy.items())
     caption = (
-        "From the beginning of one forward to that of the next. Units are updated in the order in which the next "
-        f"forward needs them, and updating may go on into that forward. {about.machine}, commit {about.commit}."
+        "From the beginning of one forward to that of the next. The gradients of a unit go to the host, the host "
+        f"updates, and new parameters come back. {about.machine}, commit {about.commit}."
     )
     bottom = TOP + len(lanes) * LANE
     drawing = Drawing(bottom + 42 + paragraph_height(caption), title, f"{subtitle}. {said}. {caption}")
