@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -147,3 +149,27 @@ def test_adapters_are_saved_from_the_full_state_dict_and_merge_inside_gathered(s
         with torch.no_grad():
             assert torch.equal(model(ids).logits, plain(ids).logits), stage
         assert_equal_states(zeroshard.full_state_dict(model), dict(plain.state_dict()), f"stage {stage}")
+
+
+@on_ranks(1)
+def test_adapters_without_values_are_refused_with_the_remedy_which_then_trains() -> None:
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    config = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, vocab_size=64)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = transformers.AutoModelForCausalLM.from_config(config)
+        whole.save_pretrained(folder)
+        with torch.device("meta"):
+            base = transformers.AutoModelForCausalLM.from_config(config)
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+        with pytest.raises(ValueError, match=r"adapters that PEFT made on the meta device .* reset_lora_parameters"):
+            zeroshard.shard(model, only_trained(model.parameters()), stage=3, weights=folder)
+        for module in model.modules():
+            for adapter, down in getattr(module, "lora_A", {}).items():
+                down.to_empty(device="cpu")
+                module.lora_B[adapter].to_empty(device="cpu")
+                module.reset_lora_parameters(adapter, True)
+        model, _ = zeroshard.shard(model, only_trained(model.parameters()), stage=3, weights=folder)
+        tokens = torch.arange(8)[None]
+        assert torch.equal(model(tokens).logits, whole(tokens).logits), "a new adapter changes nothing"

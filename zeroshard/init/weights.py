@@ -72,7 +72,13 @@ class Weights:
         if missing or unexpected:
             parts = [f"it lacks {_listed(missing)}"] if missing else []
             parts += [f"it has {_listed(unexpected)}, which the model has not"] if unexpected else []
-            if hasattr(model, "base_model_prefix"):  # a model of transformers
+            if _has_adapters(model) and any(".lora_" in name for name in missing):
+                parts.append(
+                    "adapters that PEFT made on the meta device have no values: before the optimizer is made, call "
+                    'to_empty(device="cpu") on lora_A and lora_B of each adapted module, and its '
+                    "reset_lora_parameters()"
+                )
+            elif hasattr(model, "base_model_prefix"):  # a model of transformers
                 parts.append(
                     "where transformers computes tensors as it loads, call from_pretrained() before shard() or "
                     "save model.state_dict() as safetensors once"
