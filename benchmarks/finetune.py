@@ -21,6 +21,8 @@ import torch
 from zeroshard.storage.output import Output, Shards, WholeTensor
 
 FILES = 200
+DRAWN = (1 << 24) + 43
+"""Random numbers that the weights repeat: drawing 8 billion takes a minute. Odd, so that no two rows are equal."""
 
 
 def main() -> None:
@@ -76,13 +78,13 @@ def write_model(folder: Path, given: argparse.Namespace) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<|end|>").save_pretrained(folder)
     with torch.device("meta"):
         whole = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    drawn = torch.empty(DRAWN, dtype=torch.bfloat16).normal_(std=1 / math.sqrt(given.hidden))
     with Output(folder) as output:
         shards = Shards(output, [WholeTensor(name, tuple(p.shape), torch.bfloat16) for name, p in whole.items()])
         for name, shape in ((name, p.shape) for name, p in whole.items()):
-            ones = len(shape) == 1
-            std = 1 / math.sqrt(given.hidden)
-            values = torch.ones(shape) if ones else torch.empty(shape, dtype=torch.bfloat16).normal_(std=std)
-            shards.write(name, values.to(torch.bfloat16))
+            size = math.prod(shape)
+            values = drawn.repeat(-(-size // DRAWN))[:size] if len(shape) > 1 else torch.ones(size, dtype=drawn.dtype)
+            shards.write(name, values.view(shape))
         shards.finish()
     config.save_pretrained(folder)
 
