@@ -91,7 +91,8 @@ class Runtime(NotCopyable):
         adopt_values(model, self.units, fabric, config)
         self._buffers = Buffers(model, fabric)
         sharded_parameters = any(flat.sharded for flat in self.flats)
-        self.reducer = Reducer(self.units, fabric, self._buffers, by_position=sharded_parameters)
+        root_last = config.offload is not None and config.offload.beside_backward
+        self.reducer = Reducer(self.units, fabric, self._buffers, by_position=sharded_parameters, root_last=root_last)
         turns.order = self.reducer.publishing_order
         self.faults = Faults(config.on_nonfinite, fabric, self._buffers)
         self._structure = Structure(model, self.units)
@@ -356,7 +357,7 @@ class Runtime(NotCopyable):
 
     @property
     def order(self) -> list[Flat]:
-        return self.reducer.order
+        return self.reducer.publishing_order()[::-1]
 
     def check_ready(self, doing: str) -> None:
         check_no_block_open(self.units, doing)

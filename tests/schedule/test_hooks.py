@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import zeroshard
 from tests.matrix import Stages, in_stages
 from tests.models import Block, batch, loss_of, net
 from tests.ranks import on_ranks
+from zeroshard.runtime import runtime_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -375,3 +377,54 @@ def test_of_a_root_that_is_too_large_the_flats_that_forward_needs_first_stay_on_
     )
     train(model, optimizer, steps=1)
     assert zeroshard.stats(model).memory.optimizer_states == 8 * sizes["embedding"]
+
+
+class Peeking(Headed):
+    """Every block looks at the head, which gets no gradient from there. Blocks may run again in backward."""
+
+    recomputes = True
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        x = self.embedding(tokens.flatten().long().clamp(0, 511))
+        for block in self.blocks:
+            run = partial(self.look, block)
+            x = checkpoint(run, x, use_reentrant=False) if self.recomputes else run(x)
+        return self.head(x)
+
+    def look(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x).relu() * self.head.weight.detach().sum(0)
+
+
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for step in range(5):
+        loss = model(batch(step), step).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"update_in_backward": True}, {"delayed_update_after": 0}], ids=str)
+@on_ranks(1)
+def test_a_recomputed_block_reads_the_values_that_its_forward_read(options: dict[str, Any]) -> None:
+    def trained(recomputes: bool) -> list[float]:
+        torch.manual_seed(0)
+        model: nn.Module = Peeking()
+        model.recomputes = recomputes
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        offload = zeroshard.Offload(**options)
+        return losses_of(*zeroshard.shard(model, optimizer, stage=2, max_unit_bytes=150_000, offload=offload))
+
+    assert trained(recomputes=True) == trained(recomputes=False)
+
+
+@on_ranks(1)
+def test_the_next_forward_gets_the_whole_root_first() -> None:
+    model = Headed()
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=2, max_unit_bytes=150_000, offload="cpu")
+    train(model, optimizer, steps=1)
+    assert [flat.label for flat in runtime_of(model).reducer.publishing_order()[:3]] == [
+        "(root)#0", "(root)#1", "blocks.0"
+    ]  # fmt: skip

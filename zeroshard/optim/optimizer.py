@@ -29,7 +29,7 @@ class Passes(Protocol):
 
     @property
     def order(self) -> list[Flat]:
-        """Trainable flats in the order in which backward reduces them."""
+        """Trainable flats in the reverse of the order in which the next forward needs them."""
 
     def check_ready(self, doing: str) -> None:
         """Raises while a ``gathered`` block shows parameters, or while the states sleep in host memory."""

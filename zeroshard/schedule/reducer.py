@@ -5,6 +5,8 @@
 - A flat is ready when all its gradients have come, and the order is the one in which rank 0's flats became ready in its
   first backward. So the head of a language model is reduced first, and its embedding last, although both are in the
   root unit. Until that order is known, it is the reverse of ``modules()``.
+- If the host publishes parameters during backward, the order is the reverse of rank 0's first forward, which has the
+  root last: a block that is recomputed later may still read a parameter of the root.
 - Stage 3 is different, because there a backward gathers too: if one rank waited for a gradient and another rank for a
   gather, both would hang. So in stage 3 a flat is ready when the backward of the next unit begins. That happens at the
   same point on all ranks, whatever parameters they used. The order is the reverse of rank 0's first forward.
@@ -34,14 +36,18 @@ from ..states.unit import Unit
 class Reducer:
     """Reduces the gradients of all trainable flats."""
 
-    def __init__(self, units: Iterable[Unit], fabric: Fabric, buffers: Buffers, *, by_position: bool) -> None:
-        self._fabric, self._buffers = fabric, buffers
+    def __init__(
+        self, units: Sequence[Unit], fabric: Fabric, buffers: Buffers, *, by_position: bool, root_last: bool
+    ) -> None:
+        """``root_last``: parameters are published during backward, so the root's flats are reduced last."""
+        self._fabric, self._buffers, self._root_last = fabric, buffers, root_last
         self._by_position = by_position
         """Stage 3: a flat is ready when the backward of the next unit begins, not when all its gradients have come."""
         self.flats = [flat for unit in units for flat in unit.trainable_flats]
         self.gradients = [flat.gradient for flat in self.flats]
+        self._root = set(units[0].trainable_flats)
         self.order: list[Flat]
-        """The order in which flats are reduced. Updates are published in the reverse order. Equal on all ranks."""
+        """The order in which flats are reduced. Equal on all ranks."""
         self._set_order(self.flats[::-1])
         self._proposal: list[Flat] | None = None
         self._completed: list[Flat] = []
@@ -85,7 +91,7 @@ class Reducer:
 
     def _settle_order(self) -> None:
         if not self._ordered:
-            came = [] if self._by_position else self._completed
+            came = [] if self._by_position or self._root_last else self._completed
             order = None if self._proposal is None else dict.fromkeys([*came, *self._proposal])
             labels = None if order is None else [flat.label for flat in order]
             proposed = self._fabric.from_rank_zero(labels)
@@ -96,10 +102,15 @@ class Reducer:
             self._completed = []
 
     def _set_order(self, order: list[Flat]) -> None:
-        self.order, self._publishing_order = order, order[::-1]
+        self.order = order
+        forward = order[::-1]
+        self._publishing_order = sorted(forward, key=lambda flat: flat not in self._root)
 
     def publishing_order(self) -> list[Flat]:
-        """The order in which updates are published and forward needs them. A new list only if the order changes."""
+        """The order in which updates are published and forward needs them. A new list only if the order changes.
+
+        The root's flats come first, because a forward waits for them as it begins. Then comes the reverse of ``order``.
+        """
         return self._publishing_order
 
     def begin_backward(self) -> None:

@@ -232,7 +232,9 @@ class _Step:
 
     def _backward(self) -> None:
         self._compute(self.costs.backward[0] + self.costs.loss)
-        head = self.costs.work.head if self.setup.stage < 3 else 0.0  # there a unit is reduced as a whole
+        # In stage 3 a unit is reduced as a whole. An offload that publishes during backward has the root last.
+        together = self.setup.stage == 3 or (self.offload is not None and self.offload.beside_backward)
+        head = 0.0 if together else self.costs.work.head
         if head:
             self._reduce(0, head)
         kept = self.setup.keep * self.costs.parts
