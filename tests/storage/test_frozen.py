@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.huggingface import llama
 from tests.models import loss_of, net
 from tests.ranks import Pool, on_ranks
 from zeroshard.runtime import runtime_of
 from zeroshard.storage.export import export
 from zeroshard.storage.format import CheckpointError
+from zeroshard.storage.frozen import _sum as frozen_sum
 from zeroshard.storage.frozen import difference, sums_of, table_of
 
 
@@ -124,6 +126,32 @@ def test_one_element_that_differs_gives_another_sum() -> None:
             with zeroshard.gathered(model, write=True), torch.no_grad():
                 dict(model.named_parameters())[name].view(-1)[-1].copy_(old)
         assert difference(before, table_of(runtime, [sums_of(runtime)])) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_signs_that_change_together_give_another_sum(dtype: torch.dtype) -> None:
+    values = torch.arange(1.0, 9.0).to(dtype)
+    flipped = values.clone()
+    flipped[[2, 5]] *= -1
+    assert frozen_sum(values, 0) != frozen_sum(flipped, 0)
+    assert frozen_sum(values, 0) == frozen_sum(values[:3], 0) + frozen_sum(values[3:], 3)
+
+
+@on_ranks(1)
+def test_a_frozen_part_of_an_adapter_that_was_left_out_is_not_exported_in_silence(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)  # as LoRA-FA trains
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model, optimizer = zeroshard.shard(model, optimizer, stage=2)
+    zeroshard.save(tmp_path / "step-1", model, optimizer, frozen=False)
+    with pytest.raises(
+        CheckpointError, match=r"leaves out .*lora_A.*a frozen part of the adapter .default.; save it whole"
+    ):
+        export(tmp_path / "step-1", tmp_path / "out", adapter="default")
+    assert not (tmp_path / "out").exists()
 
 
 @on_ranks(1)

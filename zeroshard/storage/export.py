@@ -233,10 +233,15 @@ def adapter_tensors(source: Source, adapter: Adapter) -> Iterator[Recipe]:
     name_of = re.escape(adapter.name)
     of_matrix = re.compile(rf"(\.lora_\w+)\.{name_of}(?=\.|$)")
     of_module = re.compile(rf"\.modules_to_save\.{name_of}\.")
-    for name in source.names:
+    for name in [*source.lacking, *source.names]:
         plain, found = of_matrix.subn(r"\1", name)
         if not found:
             plain, found = of_module.subn(".", name)
+        if found and name in source.lacking:
+            raise CheckpointError(
+                f"{source.folder} leaves out {quoted(name)}, a frozen part of the adapter {quoted(adapter.name)}; save "
+                "it whole, without frozen=False"
+            )
         if found:
             yield source.recipe(name, plain)
 

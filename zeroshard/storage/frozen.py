@@ -90,6 +90,7 @@ def _sum(values: Tensor, start: int) -> int:
     bits, total = values.detach().view(BITS[values.element_size()]), 0
     for begin in range(0, len(bits), ELEMENTS):
         part = bits[begin : begin + ELEMENTS].long() + 1
+        part.bitwise_xor_((part >> 32) & 0xFFFFFFFF)  # or the highest bits of 8-byte elements would hardly count
         first = start + begin
         factors = torch.arange(first, first + len(part), device=part.device).add_(1).mul_(FIRST)
         factors.bitwise_xor_(factors >> 29).mul_(SECOND).bitwise_or_(1)
