@@ -152,7 +152,6 @@ class Machine:
     """The links inside a node."""
     between: Link
     """The links between nodes."""
-    """The links between nodes."""
     pcie: Pcie
     """The connection between a device and its host."""
     host: Host
@@ -280,7 +279,8 @@ def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: 
         if value != 0 and not SMALLEST <= value <= LARGEST:
             raise ValueError(f"{path}.{key}={quoted(value)} must be from {SMALLEST:g} to {LARGEST:g}")
         if key in ("sockets", "cores") and not (value % 1 == 0 and (key == "sockets") <= value <= MOST_DEVICES):
-            raise ValueError(f"{path}.{key}={quoted(value)} must be a whole number, from 1 to {MOST_DEVICES:,}")
+            least = int(key == "sockets")
+            raise ValueError(f"{path}.{key}={quoted(value)} must be a whole number, from {least} to {MOST_DEVICES:,}")
     missing = [key for key in known if key not in values and key not in optional]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
