@@ -132,7 +132,37 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(
     assert "and activations by example=" in flowing
     assert "micro-batch: 3 × 32 tokens, 1 a step, 0 of 2 blocks recomputed" in shown
     assert shown.endswith("a dry run: nothing was started\n")
+    assert "warning" not in shown
     assert not out.exists()
+
+
+def test_data_that_fill_less_than_a_step_are_told_with_a_size_of_step_that_makes_several(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "finetune",
+        made.model,
+        made.chats,
+        *SMALL,
+        "--dry-run",
+        "--ranks",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert main([*arguments, "--tokens-per-step", "3200"]) == 0
+    shown = capsys.readouterr().out
+    found = re.search(r"the data fill less than one step \(([\d,]+) of 3,200 tokens\),", shown)
+    assert found is not None
+    assert "\n1 step of 100 × 32 tokens" in shown
+    better = re.search(r"so all epochs together make 1 step; take --tokens-per-step (\d+)\n", shown)
+    assert better is not None
+    assert main([*arguments, "--tokens-per-step", better[1]]) == 0
+    shown = capsys.readouterr().out
+    steps = re.search(r"^(\d+) steps of", shown, re.MULTILINE)
+    assert steps is not None
+    assert int(steps[1]) >= 4
+    assert "warning" not in shown
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_help_explains_every_command(command: list[str], capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "usage: zeroshard" in shown
     if command == ["train"]:
-        for flag in ("--stage", "--ranks", "--steps", "--device", "--precision", "--set", "--out", "--nnodes"):
+        for flag in ("--stage", "--ranks", "--steps", "--lr", "--device", "--precision", "--set", "--out", "--nnodes"):
             assert flag in shown
         assert "--master-addr node0" in shown
 
@@ -40,6 +40,7 @@ def test_help_explains_every_command(command: list[str], capsys: pytest.CaptureF
         (["train", "nowhere.toml"], "no such file: nowhere.toml"),
         (["train", "tiny", "--ranks", "0"], "--ranks must be at least 1"),
         (["train", "tiny", "--steps", "0"], "train.steps: must be at least 1"),
+        (["train", "tiny", "--lr", "0"], "train.lr: must be"),
         (["train", "tiny", "--set", "train.lr"], "table.key=value"),
         (["train", "tiny", "--set", "train.lrr=1"], "did you mean 'lr'?"),
         (["train", "tiny", "--set", "shard.keep=[]", "--stage", "2"], "keep"),

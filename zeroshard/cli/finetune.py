@@ -43,7 +43,6 @@ SHORT_FOR = {
     "sequence": "data.sequence",
     "tokens_per_step": "train.tokens_per_step",
     "epochs": "train.epochs",
-    "lr": "train.lr",
 }
 """Options that are short for a key of the configuration, beside those of `job_options`."""
 CLIP = 1.0
@@ -157,7 +156,16 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     require_libraries(job)
     from ..plan.room import room_of
     from ..train.language.model import LanguageModel
-    from ..train.language.task import headline, identity_of, optimizer_of, plan_of, read_data, settled_steps, sizes_of
+    from ..train.language.task import (
+        headline,
+        identity_of,
+        less_than_a_step,
+        optimizer_of,
+        plan_of,
+        read_data,
+        settled_steps,
+        sizes_of,
+    )
 
     if arguments.json:
         raise ValueError("--json is for the steps of a run, and --dry-run makes none; leave one out")
@@ -170,6 +178,7 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     source.check_weights()
     sequence = source.sequence(job.files.sequence)
     data = read_data(job, source, None)
+    warning = less_than_a_step(job, data, sequence)
     job = settled_steps(job, data, sequence)
     check_trace(arguments.trace, job)
     try:
@@ -180,7 +189,7 @@ def _dry_run(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     sharing = 1 if device == "cuda" else ranks
     room = room_of(model, device_of_rank(torch.device(device)), local_ranks=ranks, device_ranks=sharing)
     found = plan_of(job, source, model, optimizer_of(job, model), room, world, sequence)
-    print("\n".join([*headline(job, source, data, sizes_of(model), sequence), found.told]))
+    print("\n".join([*headline(job, source, data, sizes_of(model), sequence), *warning, found.told]))
     if start.path is not None:
         print(f"it would go on from {start.path}")
     print("a dry run: nothing was started" + ("" if found.fits else ", and this would not fit"))

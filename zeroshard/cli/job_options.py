@@ -11,6 +11,7 @@ SHORT_FOR = {
     "offload": "shard.offload",
     "device": "train.device",
     "steps": "train.steps",
+    "lr": "train.lr",
     "save_every": "train.save_every",
     "keep": "train.keep",
     "log": "train.log",

@@ -38,6 +38,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="show the presets and end")
     parser.add_argument("--device", choices=DEVICES, help="auto takes the GPUs where there are some")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
+    parser.add_argument("--lr", type=float, help="the highest learning rate; short for --set train.lr=RATE")
     add_run_options(parser)
 
 

@@ -70,8 +70,12 @@ def test_a_template_that_changes_earlier_turns_is_refused_and_with_marks_it_is_n
 
 
 def test_what_a_tokenizer_cannot_do_is_told_by_line() -> None:
+    from transformers import ByT5Tokenizer
+
     with pytest.raises(DataError, match=r"here:7: has \"messages\", and the tokenizer has no chat template"):
         encode(make_tokenizer(None), messages=CHAT)
+    with pytest.raises(DataError, match=r"here:7: has \"messages\", and a tokenizer without tokenizer.json"):
+        encode(ByT5Tokenizer(), messages=CHAT)  # no template either: the first remedy must be one that helps
     with pytest.raises(DataError, match=r"here:7: the chat template refuses the messages: .*no system"):
         encode(make_tokenizer("{{ raise_exception('no system') }}"), messages=CHAT)
     with pytest.raises(DataError, match=r"here:7: the tokenizer gives token \d+, and the model has 4 of them"):

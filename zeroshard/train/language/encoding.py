@@ -60,15 +60,16 @@ class Encoder:
         return Encoded([*given, *learned], [False] * len(given) + [True] * len(learned))
 
     def _conversation(self, document: Document) -> Encoded:
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise DataError(
-                f'{document.where}: has "messages", and the tokenizer has no chat template; give the tokenizer one '
-                '(chat_template.jinja in its folder), or write "prompt" and "completion"'
-            )
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
                 f'{document.where}: has "messages", and a tokenizer without tokenizer.json cannot say which tokens '
                 'are whose; write "prompt" and "completion"'
+            )
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise DataError(
+                f'{document.where}: has "messages", and the tokenizer has no chat template; give the tokenizer one '
+                "(chat_template.jinja in its folder; the instruct model of the same family usually has one), or write "
+                '"prompt" and "completion"'
             )
         try:
             return self._by_marks(document) if self._marks else self._by_prefixes(document)

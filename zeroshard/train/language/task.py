@@ -39,6 +39,8 @@ PROBED = 8
 """Tokens of the two sequences that show whether attention crosses from one document to another."""
 SAME = 1e-6
 """A larger relative difference of logits means that it does."""
+FEW_STEPS = 4
+"""If the data fill less than one step, the steps that the proposed size of a step would make at least."""
 
 
 class MicroBatch(NamedTuple):
@@ -77,6 +79,7 @@ class LanguageTask:
 
     def start(self, job: Job, origin: Origin | None, here: Rank) -> Job:
         """Ask the plan how to run the job here. Returns the job with its steps and its micro-batch."""
+        self._told_first = less_than_a_step(job, self._data, self._sequence)
         self._job = settled_steps(job, self._data, self._sequence)
         start_process_group(here.device)
         stored = _gathered(self._data.stored, here.world)
@@ -110,7 +113,8 @@ class LanguageTask:
     @property
     def headline(self) -> str:
         """Return the sizes of the model, the data and a step, and what the plan chose."""
-        return "\n".join([*headline(self._job, self._model, self._data, self._sizes, self._sequence), self._told])
+        lines = headline(self._job, self._model, self._data, self._sizes, self._sequence)
+        return "\n".join([*lines, *self._told_first, self._told])
 
     @property
     def tokens_a_step(self) -> int:
@@ -271,6 +275,20 @@ def settled_steps(job: Job, data: Dataset, sequence: int) -> Job:
     return replace(job, train=replace(job.train, steps=steps))
 
 
+def less_than_a_step(job: Job, data: Dataset, sequence: int) -> list[str]:
+    """Return a warning if all epochs of the data fill less than one step, unless the job names its steps."""
+    wanted = sequences_a_step(job, sequence)
+    there = math.ceil((job.finetune.epochs or 1.0) * len(data.training))
+    if job.train.steps or there >= wanted:
+        return []
+    better = max(1, there // FEW_STEPS) * sequence
+    remedy = f"--tokens-per-step {better}" if there > 1 else f"--tokens-per-step {better}, and more --epochs"
+    return [
+        f"warning: the data fill less than one step ({there * sequence:,} of {wanted * sequence:,} tokens),",
+        f"  so all epochs together make 1 step; take {remedy}",
+    ]
+
+
 def plan_of(
     job: Job,
     source: LanguageModel,
@@ -311,10 +329,11 @@ def headline(job: Job, model: LanguageModel, data: Dataset, sizes: tuple[int, in
     skipped += f", {data.cut:,} cut that are longer than a sequence" if data.cut else ""
     sequences = sequences_a_step(job, sequence)
     none = "" if data.held_out is not None else "; none is held out, so nothing is evaluated"
+    steps = "1 step" if job.train.steps == 1 else f"{job.train.steps:,} steps"
     return [
         f"{model.folder.name}: {whole / 1e6:,.2f}M parameters{adapters}, {job.precision}",
         f"data: {sides}{skipped}, {data.tokens:,} tokens in {len(data.training):,} sequences of {sequence}{none}",
-        f"{job.train.steps:,} steps of {sequences} × {sequence} tokens, lr {job.train.lr:g}",
+        f"{steps} of {sequences} × {sequence} tokens, lr {job.train.lr:g}",
     ]
 
 
