@@ -157,6 +157,44 @@ def test_what_is_logged_before_a_step_belongs_to_it_and_after_it_too(tmp_path: P
     assert [step.tokens for step in steps] == [7, None, None, None, None, None]
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_logged_between_forward_and_backward_belongs_to_the_step_that_comes(
+    tmp_path: Path, micro_batches: int, training: bool
+) -> None:
+    model, optimizer = shard(adamw)
+    model.train(training)
+    losses = []
+    with zeroshard.record(model, tmp_path) as run:
+        for step in range(4):
+            for micro_batch in range(micro_batches):
+                loss = loss_of(model, 10 * step + micro_batch)
+                run.log(loss=loss)
+                loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [step.loss for step in read(tmp_path).steps] == losses
+
+
+def test_a_loss_logged_after_its_step_is_not_moved_by_an_evaluation_without_gradients(tmp_path: Path) -> None:
+    model, optimizer = shard(adamw)
+    losses = []
+    with zeroshard.record(model, tmp_path) as run:
+        for step in range(4):
+            for _ in range(2):
+                loss = loss_of(model, step)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                loss_of(model, 99)
+            run.log(loss=0.0)
+            run.log(loss=loss)  # the later one counts
+            losses.append(loss.item())
+    assert [step.loss for step in read(tmp_path).steps] == losses
+
+
 def test_a_loss_with_several_elements_is_refused(tmp_path: Path) -> None:
     model, _ = shard(adamw)
     with (

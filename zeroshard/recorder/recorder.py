@@ -79,6 +79,9 @@ class Recorder:
         self._early: dict[str, Any] = {}
         self._made = 0
         self._backwards = self._runtime.reducer.backwards
+        self._forwards = self._runtime.schedule.forwards
+        self._sees_forwards = False
+        """Whether the last step had a training forward: a model in eval mode can be trained as well."""
         self._last, self._paused = time.perf_counter(), 0.0
         self._disturbed = False
         """There was a pause since the last step. What it communicated counts for the step after it."""
@@ -100,10 +103,19 @@ class Recorder:
         given = {name: value for name, value in known.items() if value is not None}
         if loss is not None:
             given["loss"] = self._late.take(loss, "loss")
-        if self._lines and self._runtime.reducer.backwards == self._backwards:
-            self._lines[-1].values.update(given)
-        else:
+        if self._next_has_begun("loss" in given):
             self._early.update(given)
+        else:
+            self._lines[-1].values.update(given)
+
+    def _next_has_begun(self, has_loss: bool) -> bool:
+        """Whether what is logged now belongs to the step that comes."""
+        runtime = self._runtime
+        if not self._lines or runtime.reducer.backwards != self._backwards:
+            return True
+        if self._sees_forwards:
+            return runtime.schedule.forwards != self._forwards
+        return has_loss and "loss" in self._lines[-1].values
 
     def evaluated(self, loss: float, step: int | None = None) -> None:
         """Adds a loss on held-out data, after the last step or after ``step``."""
@@ -173,6 +185,8 @@ class Recorder:
         now, runtime = time.perf_counter(), self._runtime
         self._made += 1
         micro_batches, self._backwards = runtime.reducer.backwards - self._backwards, runtime.reducer.backwards
+        self._sees_forwards = runtime.schedule.forwards != self._forwards
+        self._forwards = runtime.schedule.forwards
         if self._journal is not None:
             step = self._optimizer.steps
             if self._made == 1:
