@@ -125,6 +125,7 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
                 with record.stopwatch.paused(), recorder.paused():
                     _evaluate(task, model, step, record, recorder, audience)
             if checkpoints.after_step(step, record.state_dict()):
+                recorder.reason = f"stopped: {checkpoints.stopped}"
                 audience.say(f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
         checkpoints.finish()
