@@ -155,8 +155,9 @@ class Run:
     """How often the run began or went on."""
 
     def number(self, name: str) -> float | None:
-        """A number of the line ``run``."""
-        return _number(self.head.get(name))
+        """A finite number of the line ``run``."""
+        number = _number(self.head.get(name))
+        return number if number is not None and math.isfinite(number) else None
 
     def text(self, name: str) -> str:
         """A text of the line ``run``, or nothing."""
