@@ -351,9 +351,7 @@ def _bars(
     hatched: Sequence[str] = (),
 ) -> Figure | None:
     """Stacked bars, one for each row. None if there is nothing to show."""
-    rows = [
-        (label, {kind: value for kind, value in values.items() if abs(value) < LARGEST}) for label, values in rows
-    ]
+    rows = [(label, {kind: value for kind, value in values.items() if abs(value) < LARGEST}) for label, values in rows]
     present = [kind for kind in titles if any(values.get(kind) for _, values in rows)]
     if not present:
         return None
