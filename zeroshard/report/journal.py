@@ -167,7 +167,7 @@ class Run:
 class Journal:
     """A journal that is written. It goes on where the file ends.
 
-    The file is ASCII: the name of a folder may hold bytes that are no UTF-8, which JSON writes as "\\udcff".
+    The file is ASCII: the name of a folder may hold bytes that are no UTF-8, which JSON can escape.
     """
 
     def __init__(self, folder: Path) -> None:
