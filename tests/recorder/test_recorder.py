@@ -418,7 +418,7 @@ def test_if_rank_0_cannot_write_all_ranks_say_so_and_keep_no_hook() -> None:
     with tempfile.TemporaryDirectory() as folder:
         taken = Path(folder) / "taken"
         taken.write_text("a file")
-        with pytest.raises(OSError, match="record: cannot write to .*taken"), zeroshard.record(model, taken):
+        with pytest.raises(OSError, match=r"record: cannot write to .*taken"), zeroshard.record(model, taken):
             pass
     assert len(optimizer._optimizer_step_post_hooks) == hooks
     steps_of(model, optimizer)
