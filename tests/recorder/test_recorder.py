@@ -484,7 +484,7 @@ def test_outside_its_block_a_recorder_refuses_to_log(tmp_path: Path) -> None:
         run.evaluated(1.0)
     with pytest.raises(RuntimeError, match=r"was used; call zeroshard.record\(\) again"), run:
         pass
-    with pytest.raises(TypeError, match="is a ShardedOptimizer; pass the model"):
+    with pytest.raises(TypeError, match="a ShardedOptimizer is no model; pass the model"):
         zeroshard.record(optimizer, tmp_path)
 
 

@@ -68,7 +68,7 @@ class Recorder:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"record: the first argument is a {type(model).__name__}; pass the model that zeroshard.shard() returned"
+                f"record: a {type(model).__name__} is no model; pass the model that zeroshard.shard() returned"
             )
         self._runtime: Runtime = runtime_of(model)
         if self._runtime.optimizer is None:
