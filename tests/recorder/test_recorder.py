@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +28,9 @@ from tests.ranks import on_ranks
 from tests.training import adamw, shard
 from zeroshard.config.offload import Offload
 from zeroshard.observe.ledger import Ledger
+from zeroshard.recorder import recorder
 from zeroshard.recorder.recorder import Recorder
+from zeroshard.report import page
 from zeroshard.report.journal import FILE, Journal, read
 from zeroshard.report.timeline import COMPUTE, DOWN, GATHER, REDUCE, UP, UPDATE, typical
 from zeroshard.runtime import runtime_of
@@ -157,6 +164,44 @@ def test_what_is_logged_before_a_step_belongs_to_it_and_after_it_too(tmp_path: P
     assert [step.tokens for step in steps] == [7, None, None, None, None, None]
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_logged_between_forward_and_backward_belongs_to_the_step_that_comes(
+    tmp_path: Path, micro_batches: int, training: bool
+) -> None:
+    model, optimizer = shard(adamw)
+    model.train(training)
+    losses = []
+    with zeroshard.record(model, tmp_path) as run:
+        for step in range(4):
+            for micro_batch in range(micro_batches):
+                loss = loss_of(model, 10 * step + micro_batch)
+                run.log(loss=loss)
+                loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [step.loss for step in read(tmp_path).steps] == losses
+
+
+def test_a_loss_logged_after_its_step_is_not_moved_by_an_evaluation_without_gradients(tmp_path: Path) -> None:
+    model, optimizer = shard(adamw)
+    losses = []
+    with zeroshard.record(model, tmp_path) as run:
+        for step in range(4):
+            for _ in range(2):
+                loss = loss_of(model, step)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                loss_of(model, 99)
+            run.log(loss=0.0)
+            run.log(loss=loss)  # the later one counts
+            losses.append(loss.item())
+    assert [step.loss for step in read(tmp_path).steps] == losses
+
+
 def test_a_loss_with_several_elements_is_refused(tmp_path: Path) -> None:
     model, _ = shard(adamw)
     with (
@@ -264,6 +309,183 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path, monkeypa
             run.log(loss=1.0)
     assert optimizer.steps == 3
     assert not (tmp_path / "report.html").exists()
+
+
+def steps_of(model: torch.nn.Module, optimizer: Any, run: Recorder | None = None, steps: int = 3) -> None:
+    """Makes some steps, whose losses are logged."""
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run is not None:
+            run.log(loss=loss)
+
+
+def test_the_name_of_a_folder_may_be_no_utf_8(tmp_path: Path) -> None:
+    model, optimizer = shard(adamw)
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    with zeroshard.record(model, folder) as run:
+        steps_of(model, optimizer, run)
+    assert read(folder).name == "run?"
+    assert run.report is not None
+    assert "run?" in run.report.read_text()
+
+
+def test_counts_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    model, optimizer = shard(adamw)
+    with zeroshard.record(model, tmp_path, tokens=np.int64(512)) as run:  # type: ignore[arg-type]
+        steps_of(model, optimizer, run)
+        run.log(tokens=torch.tensor(5))
+    assert [step.tokens for step in read(tmp_path).steps] == [512, 512, 5]
+
+
+def test_a_plan_that_fails_is_left_out(tmp_path: Path) -> None:
+    model, optimizer = shard(adamw)
+
+    def broken(_: int) -> dict[str, Any]:
+        raise KeyError("no such profile")
+
+    runtime_of(model).plan_beside = broken
+    with (
+        pytest.warns(UserWarning, match="will have no plan: KeyError: 'no such profile'"),
+        zeroshard.record(model, tmp_path) as run,
+    ):
+        steps_of(model, optimizer, run)
+    assert len(read(tmp_path).steps) == 3
+
+
+@pytest.mark.parametrize("name", ["memory_facts", "volume_facts"])
+def test_an_error_of_the_recorder_ends_the_recording_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model, optimizer = shard(adamw)
+
+    def broken(*_: object) -> dict[str, Any]:
+        raise KeyError("facts")
+
+    monkeypatch.setattr(recorder, name, broken)
+    with warnings.catch_warnings(record=True) as told, zeroshard.record(model, tmp_path) as run:
+        warnings.simplefilter("always")
+        steps_of(model, optimizer, run)
+    assert [str(each.message) for each in told] == ["the recording of this run ends: KeyError: 'facts'"]
+    assert optimizer.steps == 3
+
+
+def test_a_report_that_cannot_be_made_is_no_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = shard(adamw)
+
+    def broken(_: object) -> str:
+        raise ZeroDivisionError("page")
+
+    monkeypatch.setattr(page, "render", broken)
+    with (
+        pytest.warns(UserWarning, match="no report was written: ZeroDivisionError: page"),
+        zeroshard.record(model, tmp_path) as run,
+    ):
+        steps_of(model, optimizer, run)
+    assert run.report is None
+
+
+def test_a_broken_trace_hides_no_error_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = shard(adamw)
+
+    def broken(_: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def train() -> None:
+        with zeroshard.record(model, tmp_path) as run:
+            steps_of(model, optimizer, run, steps=5)  # in the middle of its trace
+            monkeypatch.setattr(trace.Trace, "finish", broken)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
+    assert read(tmp_path).end == "ended by KeyError"
+    recording = trace.begin()
+    assert recording is not None, "the recorder has left none behind"
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        trace.end(recording)
+    last = trace.begin()
+    assert last is not None, "a trace that could not be read has ended"
+    trace.drop(last)
+
+
+@on_ranks(2)
+def test_if_rank_0_cannot_write_all_ranks_say_so_and_keep_no_hook() -> None:
+    model, optimizer = shard(adamw, stage=1)
+    hooks = len(optimizer._optimizer_step_post_hooks)
+    with tempfile.TemporaryDirectory() as folder:
+        taken = Path(folder) / "taken"
+        taken.write_text("a file")
+        with pytest.raises(OSError, match=r"record: cannot write to .*taken"), zeroshard.record(model, taken):
+            pass
+    assert len(optimizer._optimizer_step_post_hooks) == hooks
+    steps_of(model, optimizer)
+
+
+def test_a_loop_that_stops_early_says_why(tmp_path: Path) -> None:
+    model, optimizer = shard(adamw)
+    with zeroshard.record(model, tmp_path) as run:
+        steps_of(model, optimizer, run)
+        run.reason = "stopped: SIGTERM"
+    assert read(tmp_path).end == "stopped: SIGTERM"
+    assert "The run stopped: SIGTERM." in (tmp_path / "report.html").read_text()
+
+
+def test_a_learning_rate_that_is_a_tensor_is_that_of_its_step(tmp_path: Path) -> None:
+    model, optimizer = shard(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1.0)))
+    rates = []
+    with zeroshard.record(model, tmp_path):
+        for step in range(4):
+            loss_of(model, step).backward()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            optimizer.param_groups[0]["lr"].mul_(0.5)  # in place, as schedulers of torch do
+    assert [step.lr for step in read(tmp_path).steps] == rates == [1, 0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("saved", [0, 3])
+def test_a_loop_may_go_back_to_a_checkpoint(tmp_path: Path, saved: int) -> None:
+    model, optimizer = shard(adamw)
+    with zeroshard.record(model, tmp_path / "run") as run:
+        steps_of(model, optimizer, run, steps=saved)
+        zeroshard.save(tmp_path / "checkpoint", model, optimizer)
+        steps_of(model, optimizer, run, steps=4)
+        zeroshard.load(tmp_path / "checkpoint", model, optimizer)
+        steps_of(model, optimizer, run, steps=9)
+    found = read(tmp_path / "run")
+    assert found.damaged == 0
+    assert [step.step for step in found.steps] == list(range(1, saved + 10))
+    assert found.plan is not None
+    assert found.traced is not None
+    assert found.traced.steps[0] > saved
+
+
+def test_a_recorder_whose_block_has_ended_holds_no_model(tmp_path: Path) -> None:
+    model, optimizer = shard(adamw)
+    with zeroshard.record(model, tmp_path) as run:
+        steps_of(model, optimizer, run)
+    runtime = weakref.ref(runtime_of(model))
+    del model, optimizer
+    gc.collect()
+    assert runtime() is None
+    assert run.report == tmp_path / "report.html"
+
+
+def test_outside_its_block_a_recorder_refuses_to_log(tmp_path: Path) -> None:
+    model, optimizer = shard(adamw)
+    run = zeroshard.record(model, tmp_path)
+    with pytest.raises(RuntimeError, match=r"log\(\) outside the block .* `with zeroshard.record"):
+        run.log(loss=1.0)
+    with run:
+        steps_of(model, optimizer, run)
+    with pytest.raises(RuntimeError, match=r"evaluated\(\) outside the block"):
+        run.evaluated(1.0)
+    with pytest.raises(RuntimeError, match=r"was used; call zeroshard.record\(\) again"), run:
+        pass
+    with pytest.raises(TypeError, match="a ShardedOptimizer is no model; pass the model"):
+        zeroshard.record(optimizer, tmp_path)
 
 
 def test_a_trace_of_the_users_takes_the_place_of_the_recorders(tmp_path: Path) -> None:

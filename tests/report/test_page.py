@@ -206,3 +206,38 @@ def test_the_library_is_the_published_file_and_its_licence_is_beside_it() -> Non
 def test_the_script_is_javascript() -> None:
     done = subprocess.run(["node", "--check", str(ROOM / "page.js")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": "inf", "offload": {}},
+        {"batch": "nan", "offload": {}},
+        {"batch": 1.7e308, "offload": {}},
+        {"padded": 1e-320},
+        {"padded": "nan", "parameters": "inf", "ranks": "inf", "stage": "nan", "micro_batches": "inf"},
+    ],
+    ids=str,
+)
+def test_odd_numbers_of_a_run_make_no_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert "<html" in render([run(tmp_path, spans=OFFLOADED_STEP, **changes)])
+
+
+def test_numbers_whose_sum_is_infinite_make_no_error(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    journal = Journal(folder)
+    for step in range(11, 5000):  # so many that each point is a mean
+        journal.write("step", step=step, seconds=1e-300, loss=1.7e308, lr=1.7e308, tokens=1.7e308)
+    journal.write("memory", step=2, device={"parameters": 1.7e308, "gradients": 1.7e308}, host={})
+    journal.close()
+    assert "<html" in render([read(folder)])
+
+
+def test_many_evaluations_are_a_small_page(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    alone = len(render([read(folder)]))
+    journal = Journal(folder)
+    for step in range(11, 20_000):
+        journal.write("evaluation", step=step, loss=2.123456789)
+    journal.close()
+    assert len(render([read(folder)])) < alone + 60_000

@@ -167,11 +167,11 @@ class Fabric:
             self.broadcast(message, divided=divided)
             unpack(message, parts)
 
-    def gather_objects(self, value: object) -> list[Any]:
-        """Every rank's small Python value, in rank order. Blocks."""
+    def gather_objects(self, value: object, where: str = "an exchange of decisions") -> list[Any]:
+        """Every rank's small Python value, in rank order. Blocks. ``where`` tells, in an error, what it was for."""
         if self._exchange is None:
             return [value] * self.world
-        return self._exchange.gather(value, "an exchange of decisions")
+        return self._exchange.gather(value, where)
 
     def from_rank_zero(self, value: object) -> Any:
         """Rank 0's Python value, on every rank. Blocks."""

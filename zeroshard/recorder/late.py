@@ -14,7 +14,7 @@ SLOTS = 64
 """Copies that may be under way. The host is rarely more than a few steps ahead of the device."""
 
 Late = Callable[[], float | None]
-"""Returns a number once it is there, and None before. A number that will never come is NaN."""
+"""Returns a number once it is there, and None before."""
 
 
 class LateNumbers:
@@ -24,14 +24,14 @@ class LateNumbers:
         pinned = device.type == "cuda"
         self._slots = list(torch.zeros(SLOTS, dtype=torch.float64, device="cpu", pin_memory=True)) if pinned else []
 
-    def take(self, value: Any, name: str) -> Late:
-        """Begins to read a number: of Python, or a tensor with one element."""
+    def take(self, value: Any, name: str) -> Late | None:
+        """Begins to read a number: of Python, or a tensor with one element. None if too many are under way."""
         if isinstance(value, Tensor):
             value = local(value.detach())
             if value.numel() != 1:
                 raise ValueError(f"{name} must be one number, is a tensor of shape {tuple(value.shape)}")
             if value.device.type == "cuda":
-                return _Coming(value, self._slots) if self._slots else _known(float("nan"))
+                return _Coming(value, self._slots) if self._slots else None
         return _known(float(value))
 
 

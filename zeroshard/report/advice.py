@@ -70,7 +70,9 @@ def host_update(summary: Summary) -> Found:
     hidden = busy - waits
     if hidden >= SHOWN_HIDING * busy:  # computing hides a part, and grows with the batch
         batch, more = summary.run.number("batch"), busy / hidden
-        larger = f"a batch of {math.ceil(batch * more)}" if batch else f"{more:.1f} times the batch"
+        larger = (
+            f"a batch of {math.ceil(batch * more)}" if batch and 1 <= batch < 1e9 else f"{more:.1f} times the batch"
+        )
         ways.append(f"{larger} hides it, if computing grows with the batch")
     setting = []
     if offload.get("moments", "float32") == "float32":

@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .journal import PlanRow, Step
-from .summary import Summary, number_text, seconds_text, size_text, speed_of, thinned
+from .journal import Evaluation, PlanRow, Step
+from .summary import Entry, Summary, number_text, seconds_text, size_text, speed_of, thinned
 from .timeline import DOWN, GATHER, LANES, OTHER, PARTS, REDUCE, TITLES, UP, UPDATE, Window
 
 MOST_POINTS = 1200
 """Points of a line. A longer run shows means of steps that follow each other."""
 TABLE_ROWS = 40
 """Rows of a table of steps."""
+LARGEST = 1e300
+"""Larger numbers are drawn as nothing: sums of them are infinite."""
 MOST_BOXES = 1500
 """Boxes of a chart of lanes. Shorter ones that touch are drawn as one."""
 KINDS = {
@@ -94,12 +96,7 @@ def _loss(runs: Sequence[Summary]) -> Figure | None:
     training = "training" if len(runs) == 1 else ""
     series = [(_label(run, runs, training), run.losses, lambda step: step.loss) for run in runs]
     held_out = [
-        {
-            "name": _label(run, runs, "held out"),
-            "run": number,
-            "dashed": True,
-            "points": [[each.step, _finite(each.loss)] for each in run.run.evaluations],
-        }
+        (_label(run, runs, "held out"), number, run.run.evaluations)
         for number, run in enumerate(runs)
         if run.run.evaluations
     ]
@@ -130,27 +127,38 @@ def _lines(
     caption: str,
     series: Sequence[tuple[str, Sequence[Step], Callable[[Step], float | None]]],
     *,
-    extra: Sequence[dict[str, Any]] = (),
+    extra: Sequence[tuple[str, int, Sequence[Evaluation]]] = (),
     zero: bool = False,
 ) -> Figure | None:
     drawn, rows, thin = [], [], False
     for number, (label, steps, value) in enumerate(series):
         if not steps:
             continue
-        groups = thinned(steps, MOST_POINTS)
-        thin |= len(groups) < len(steps)
-        points = [[group[-1].step, _mean([value(step) for step in group])] for group in groups]
-        drawn.append({"name": label, "run": number, "points": points})
-        shown = thinned(steps, TABLE_ROWS)
-        rows += [[label, _steps(group), _text(_mean([value(step) for step in group]))] for group in shown]
+        thin |= len(steps) > MOST_POINTS
+        drawn.append({"name": label, "run": number, "points": _points(steps, value)})
+        rows += _rows(label, steps, value)
     if not drawn:
         return None
-    for each in extra:
-        rows += [[each["name"], str(step), _text(value)] for step, value in each["points"]]
+    for label, number, evaluations in extra:
+        thin |= len(evaluations) > MOST_POINTS
+        points = _points(evaluations, lambda each: each.loss)
+        drawn.append({"name": label, "run": number, "dashed": True, "points": points})
+        rows += _rows(label, evaluations, lambda each: each.loss)
     if thin:
         caption += " Of a long run each point is the mean of some steps."
-    chart = {"type": "lines", "x": "step", "y": title.lower(), "zero": zero, "series": [*drawn, *extra]}
+    chart = {"type": "lines", "x": "step", "y": title.lower(), "zero": zero, "series": drawn}
     return Figure(name, title, caption, chart, Table(["run", "step", title.lower()], rows))
+
+
+def _points(entries: Sequence[Entry], value: Callable[[Entry], float | None]) -> list[list[Any]]:
+    """The points of a line."""
+    return [[group[-1].step, _mean([value(each) for each in group])] for group in thinned(entries, MOST_POINTS)]
+
+
+def _rows(label: str, entries: Sequence[Entry], value: Callable[[Entry], float | None]) -> list[list[str]]:
+    """The rows of a line in its table."""
+    shown = thinned(entries, TABLE_ROWS)
+    return [[label, _steps(group), _text(_mean([value(each) for each in group]))] for group in shown]
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -343,6 +351,7 @@ def _bars(
     hatched: Sequence[str] = (),
 ) -> Figure | None:
     """Stacked bars, one for each row. None if there is nothing to show."""
+    rows = [(label, {kind: value for kind, value in values.items() if abs(value) < LARGEST}) for label, values in rows]
     present = [kind for kind in titles if any(values.get(kind) for _, values in rows)]
     if not present:
         return None
@@ -379,7 +388,7 @@ def _label(run: Summary, runs: Sequence[Summary], what: str = "", between: str =
     return f"{run.run.name}{between}{what}" if what else run.run.name
 
 
-def _steps(group: Sequence[Step]) -> str:
+def _steps(group: Sequence[Entry]) -> str:
     first, last = group[0].step, group[-1].step
     return str(first) if first == last else f"{first} to {last}"
 
@@ -387,11 +396,12 @@ def _steps(group: Sequence[Step]) -> str:
 def _mean(values: Sequence[float | None]) -> float | None:
     """The mean; None if a value is not finite, so that a line has a gap there."""
     numbers = [value for value in values if value is not None]
-    return _finite(math.fsum(numbers) / len(numbers)) if numbers and all(map(math.isfinite, numbers)) else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    if not numbers or not all(map(math.isfinite, numbers)):
+        return None
+    try:
+        return math.fsum(numbers) / len(numbers)
+    except OverflowError:  # the sum is too large, and the mean is not
+        return math.fsum(number / len(numbers) for number in numbers)
 
 
 def _text(value: float | None) -> str:

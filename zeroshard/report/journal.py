@@ -155,8 +155,9 @@ class Run:
     """How often the run began or went on."""
 
     def number(self, name: str) -> float | None:
-        """A number of the line ``run``."""
-        return _number(self.head.get(name))
+        """A finite number of the line ``run``."""
+        number = _number(self.head.get(name))
+        return number if number is not None and math.isfinite(number) else None
 
     def text(self, name: str) -> str:
         """A text of the line ``run``, or nothing."""
@@ -164,7 +165,10 @@ class Run:
 
 
 class Journal:
-    """A journal that is written. It goes on where the file ends."""
+    """A journal that is written. It goes on where the file ends.
+
+    The file is ASCII: the name of a folder may hold bytes that are no UTF-8, which JSON can escape.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +182,7 @@ class Journal:
 
     def write(self, kind: str, **values: object) -> None:
         """Adds a line, and hands it to the operating system."""
-        self._file.write(json.dumps({"kind": kind, **_finite(values)}, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.write(json.dumps({"kind": kind, **_finite(values)}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -213,7 +217,7 @@ def read(folder: str | Path) -> Run:
             f"{folder} has no {FILE}; `zeroshard train` and `zeroshard finetune` write one, and for a loop of your own "
             "`with zeroshard.record(model, folder) as run:` does"
         )
-    run = Run(name=file.parent.absolute().name, folder=str(file.parent))
+    run = Run(name=_readable(file.parent.absolute().name), folder=_readable(str(file.parent)))
     try:
         with file.open("rb") as lines:
             for line in _lines(lines):
@@ -356,7 +360,12 @@ def _number(value: object) -> float | None:
 
 def _words(value: object) -> str:
     """A text that is not too long; nothing for anything else."""
-    return value[:LONGEST_WORDS] if isinstance(value, str) else ""
+    return _readable(value[:LONGEST_WORDS]) if isinstance(value, str) else ""
+
+
+def _readable(text: str) -> str:
+    """The same text, with "?" for what UTF-8 does not have, such as odd bytes in the name of a folder."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _known(value: object) -> float:

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
+from typing import TypeVar
 
-from .journal import Memory, PlanRow, Run, Step
+from .journal import Evaluation, Memory, PlanRow, Run, Step
 from .timeline import Window, typical
+
+Entry = TypeVar("Entry", Step, Evaluation)
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,9 @@ class Summary:
 
     @property
     def padded(self) -> float | None:
-        """Ψ as it is communicated."""
-        return self.run.number("padded") or self.run.number("parameters")
+        """Ψ as it is communicated. None if it is no count."""
+        number = self.run.number("padded") or self.run.number("parameters")
+        return number if number is not None and number >= 1 else None
 
     @property
     def volume(self) -> float | None:
@@ -141,7 +145,7 @@ def count_text(count: float) -> str:
     return f"{count / unit:.4g}{name}" if name else f"{count:,.0f}"
 
 
-def thinned(steps: Sequence[Step], most: int) -> list[Sequence[Step]]:
+def thinned(steps: Sequence[Entry], most: int) -> list[Sequence[Entry]]:
     """Groups of steps that follow each other, at most ``most`` of them, so that a long run is still a small page."""
     size = max(1, -(-len(steps) // most))
     return [steps[start : start + size] for start in range(0, len(steps), size)]

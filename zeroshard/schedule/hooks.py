@@ -69,6 +69,8 @@ class Schedule:
         self._transforms = Transforms(units, self.lifetimes, sharded=self._sharded, scaled=scaler is not None)
         self._compiled = Compiled(model, units)
         self._passing = _Passing()
+        self.forwards = 0
+        """The number of training forwards until now: with gradients, in training mode."""
         self._running: list[Unit] = []
         """Units whose forward is running, outermost first."""
         self._attributes = {unit: AttributeOutputs(unit.module.modules()) for unit in units[1:]}
@@ -143,6 +145,7 @@ class Schedule:
         else:
             if not compat.in_backward():
                 self._begin_forward()
+                self.forwards += torch.is_grad_enabled() and model.training
             self.lifetimes.require(self._root)
         return self._border.enter(args), self._border.enter(kwargs)
 

@@ -179,8 +179,10 @@ def trace(path: str | Path | None = None) -> Iterator[Trace]:
     try:
         yield recording
     finally:
-        _wait_for_sources()
-        _active = None
+        try:
+            _wait_for_sources()
+        finally:
+            _active = None
         recording.finish()
         if path is not None:
             recording.export(path)
@@ -200,10 +202,19 @@ def end(recording: Trace) -> bool:
     global _active
     if _active is not recording:
         return False
-    _wait_for_sources()
-    _active = None
+    try:
+        _wait_for_sources()
+    finally:
+        _active = None
     recording.finish()
     return True
+
+
+def drop(recording: Trace) -> None:
+    """Ends a trace that ``begin`` returned and that nobody will read. Waits for nothing."""
+    global _active
+    if _active is recording:
+        _active = None
 
 
 def _device() -> torch.device | None:

@@ -1,6 +1,7 @@
 """One rank's training run: an ordinary PyTorch loop, with one line that shards."""
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -97,6 +98,7 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
             record.resume(done, saved["journal"])
             audience.say(f"resumed after step {done}/{job.train.steps}")
         step = done
+        loss = total = torch.zeros((), device=here.device)
         for step in range(done + 1, job.train.steps + 1):
             batches = task.micro_batches(step)
             record.micro_batches = len(batches)
@@ -125,47 +127,49 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
                 with record.stopwatch.paused(), recorder.paused():
                     _evaluate(task, model, step, record, recorder, audience)
             if checkpoints.after_step(step, record.state_dict()):
+                recorder.reason = f"stopped: {checkpoints.stopped}"
                 audience.say(f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
                 break
         checkpoints.finish()
 
     stopped, weights = checkpoints.stopped, list[Path]()
     if stopped is None:
-        _say_sample(task, model, "after", audience)
+        if _is_finite(record.losses):  # the same on all ranks, which sample together
+            _say_sample(task, model, "after", audience)
         weights = task.save(model, out)
-    audience.tell(
-        RunEnd.of_record(
-            record,
-            step,
-            job.train.steps,
-            stopped=stopped,
-            weights=tuple(map(str, weights)),
-            checkpoint=None if stopped is None else str(checkpoints.path_of(step)),
-        )
+    end = RunEnd.of_record(
+        record,
+        step,
+        job.train.steps,
+        stopped=stopped,
+        weights=tuple(map(str, weights)),
+        checkpoint=None if stopped is None else str(checkpoints.path_of(step)),
     )
     end_process_group(runtime_of(model).fabric)
     if here.rank != 0:
         return
+    if recorder.report is not None:
+        audience.say(f"report: {recorder.report}")
     if stopped is not None:
-        if recorder.report is not None:
-            audience.say(f"report: {recorder.report}")
         if checkpoints.stopped_by_signal:
             audience.say("go on with the same command and --resume auto")
         tell_launcher(BY_SIGNAL if checkpoints.stopped_by_signal else stopped)
+        audience.tell(end)
         return
-    del model, optimizer, scheduler, probe, checkpoints  # room for the sample
+    del model, optimizer, scheduler, probe, checkpoints, recorder, loss, total  # room for the sample
     if record.trace is not None:
         audience.say(trace_line(record.trace))
     audience.say(f"saved {weights[-1]}")
-    if (text := task.sample_saved(out, here.device)) is not None:
+    if not (_is_finite(record.losses) and _is_finite(record.held_out)):
+        audience.say("no sample: the last loss is not finite")
+    elif (text := task.sample_saved(out, here.device)) is not None:
         audience.say(text)
     if record.stats is None:
         audience.say(f"all {job.train.steps} steps were made before, so there is nothing measured to show")
-        return
-    for part in task.closing(record, out):
-        audience.show(part)
-    if recorder.report is not None:
-        audience.say(f"report: {recorder.report}")
+    else:
+        for part in task.closing(record, out):
+            audience.show(part)
+    audience.tell(end)  # last: a run that fails has no end
 
 
 def _build(task: Task, job: Job) -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
@@ -223,6 +227,11 @@ def _evaluate(task: Task, model: nn.Module, step: int, record: Record, recorder:
         record.evaluated(step, loss)
         recorder.evaluated(loss, step)
         audience.tell(Evaluation(step=step, held_out_loss=loss))
+
+
+def _is_finite(losses: Sequence[float]) -> bool:
+    """Return whether the last of these losses, if there is one, is a number."""
+    return not losses or math.isfinite(losses[-1])
 
 
 def _say_sample(task: Task, model: nn.Module, when: str, audience: Audience) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import zeroshard
 from zeroshard.config.job import Job, load_job
+from zeroshard.runtime import runtime_of
+from zeroshard.train.gpt.task import GPTTask
 from zeroshard.train.live import loggers
 from zeroshard.train.live.loggers import LoggedRun
 from zeroshard.train.loop import lr_share, train
@@ -128,3 +133,43 @@ def test_tensorboard_has_the_curves_and_a_resumed_run_continues_them(told: Told)
 def test_a_logger_that_fails_in_the_middle_does_not_end_the_run(told: Told) -> None:
     assert told.failing.steps == [0, 1, 2, 4]
     assert told.first[-1]["event"] == "end"
+
+
+def test_a_run_whose_loss_is_no_number_ends_without_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in WORLD.items():
+        monkeypatch.setenv(name, value)
+    lines = io.StringIO()
+    train(job_of(steps=3, sample=8, lr=1e30, save_every=0), tmp_path, None, "never", lines)
+    assert json.loads(lines.getvalue().splitlines()[-1])["event"] == "end"
+    printed = capfd.readouterr().err
+    assert "no sample: the last loss is not finite" in printed
+    assert printed.index("report: ") < printed.index("no sample")
+
+
+def test_an_end_is_told_only_if_nothing_failed_and_the_sample_has_the_memory_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in WORLD.items():
+        monkeypatch.setenv(name, value)
+    runtimes: list[weakref.ref[object]] = []
+    shard = zeroshard.shard
+
+    def noting(*args: Any, **options: Any) -> Any:
+        model, optimizer = shard(*args, **options)
+        runtimes.append(weakref.ref(runtime_of(model)))
+        return model, optimizer
+
+    def failing(*_: object) -> str:
+        gc.collect()
+        assert [runtime() for runtime in runtimes] == [None]
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(zeroshard, "shard", noting)
+    monkeypatch.setattr(GPTTask, "sample_saved", failing)
+    lines = io.StringIO()
+    with pytest.raises(MemoryError, match="no room"):
+        train(job_of(steps=2, save_every=0), tmp_path, None, "never", lines)
+    assert '"event": "end"' not in lines.getvalue()
+    assert (tmp_path / "report.html").exists()

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.train.live.events import EVENT, FIRST, OFFLOADED
+from zeroshard.train.live.audience import Audience
 from zeroshard.train.live.events import Evaluation
 from zeroshard.train.live.terminal import Bar, draws, step_line
 
@@ -70,3 +71,9 @@ def test_the_first_step_has_no_rate_and_no_time_left() -> None:
 def test_other_ranks_draw_nothing_and_an_empty_no_color_means_nothing() -> None:
     assert not draws(Console(file=Screen(), force_terminal=True, quiet=True), {})
     assert draws(Console(file=Screen(), force_terminal=True), {"NO_COLOR": ""})
+
+
+def test_a_line_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "model = X.from_pretrained('runs/[red]x[/foo]')"
+    Audience(Console(), steps=1).show(line)
+    assert capsys.readouterr().out == f"{line}\n"

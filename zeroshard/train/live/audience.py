@@ -68,7 +68,10 @@ class Audience:
 
     def show(self, part: RenderableType) -> None:
         """Print a table, or a line as it is."""
-        self._console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+        if isinstance(part, str):
+            self.say(part)
+        else:
+            self._console.print(part, highlight=False)
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         try:
