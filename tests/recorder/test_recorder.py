@@ -221,15 +221,19 @@ def test_pauses_belong_to_no_step(tmp_path: Path) -> None:
     model, optimizer = shard(adamw)
     with zeroshard.record(model, tmp_path) as run:
         run.evaluated(3.5)
+        began = time.perf_counter()
         for step in range(3):
             loss_of(model, step).backward()
             optimizer.step()
             with run.paused():
                 time.sleep(0.3)
             run.evaluated(2.5)
+        elapsed = time.perf_counter() - began
     found = read(tmp_path)
     assert [(each.step, each.loss) for each in found.evaluations] == [(0, 3.5), (1, 2.5), (2, 2.5), (3, 2.5)]
-    assert all(step.seconds is not None and step.seconds < 0.25 for step in found.steps[1:])
+    seconds = [step.seconds for step in found.steps[1:] if step.seconds is not None]
+    assert len(seconds) == 2
+    assert sum(seconds) <= elapsed - 2 * 0.3
 
 
 def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
