@@ -7,6 +7,7 @@ The language of a block decides how it is checked, and comments right above the 
 | `python` | it compiles; every name of `zeroshard` and every option in it exists | as a program, on one CPU rank |
 | `bash` | each line is a command; its program, options and files exist | small; below `<!-- run -->` as it is |
 | `toml` | it is a configuration without mistakes | |
+| `json` | each line is a document to fine-tune on | |
 | `diff` | both sides compile, as `python` | both sides, as programs |
 | `text` | a `<!-- drawing -->` or an `<!-- output … -->` | an `<!-- output -->`: the block above has its words |
 
@@ -29,12 +30,13 @@ from from_code import filled, project
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LANGUAGES = ("python", "bash", "toml", "diff", "text")
+LANGUAGES = ("python", "bash", "toml", "json", "diff", "text")
 COMMENTS = {
     "python": ("given", "continued", "ranks", "raises"),
     "diff": ("given", "ranks"),
     "bash": ("run", "continued"),
     "toml": (),
+    "json": (),
     "text": ("output", "drawing"),
 }
 """The comments that a block of each language may have."""

@@ -21,6 +21,7 @@ from tests.docs.pages import commands as lines_of
 from tests.docs.reader import furnish
 from zeroshard.config.checks import fields_of
 from zeroshard.config.job import job_of
+from zeroshard.train.language.documents import read_documents
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """The environment of one rank, for programs that start a process group or a mesh by themselves."""
@@ -221,6 +222,12 @@ def test_a_shown_output_has_a_command_that_exists_or_a_block_above_that_is_run(b
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
+
+
+@each(*blocks("json"))
+def test_every_json_block_has_documents_to_fine_tune_on(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(block.text)
+    assert len(list(read_documents([tmp_path / "data.jsonl"]))) == len(block.text.splitlines())
 
 
 @each(*blocks("toml"))
