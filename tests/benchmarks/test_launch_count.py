@@ -1,5 +1,7 @@
 import argparse
 
+import pytest
+
 from benchmarks.launch_count import measure
 
 
@@ -14,6 +16,7 @@ def test_a_unit_costs_the_host_no_more_calls_than_when_they_were_last_cut() -> N
     assert 0 < counts["kernels, zeroshard"] <= 10, operations
 
 
+@pytest.mark.slow
 def test_a_compiled_unit_costs_no_more_calls() -> None:
     arguments = argparse.Namespace(layers=(2, 4), world=8, device="cpu", keep_activations=False, compile="eager")
     counts, files, _ = measure("stage 3", arguments)

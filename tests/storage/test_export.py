@@ -150,7 +150,7 @@ class Named:
     """A checkpoint of which only names matter."""
 
     def __init__(self, *names: str) -> None:
-        self.names = list(names)
+        self.names, self.lacking = list(names), list[str]()
 
     def recipe(self, name: str, new_name: str) -> exporting.Recipe:
         return exporting.Recipe(WholeTensor(new_name, (1,), torch.float32), lambda: torch.zeros(1), name)
