@@ -382,7 +382,9 @@ def main() -> None:
     report = {
         "about": {"command": shlex.join(["python", *sys.argv]), "machine": machine, "commit": commit()},
         "model": f"GPT of {size:.2f}B parameters, {args.layers} layers, sequences of {args.sequence} tokens",
-        "results": [asdict(result) for result in results],
+        "results": [
+            asdict(result) | {"loss": result.loss if math.isfinite(result.loss) else None} for result in results
+        ],
         "left out": notes,
     }
     with open(args.out, "w") as file:

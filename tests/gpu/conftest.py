@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch demands it of tests that forbid all else
+# torch wants this where only deterministic kernels are allowed.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 PATIENCE = 5.0
 """Seconds until a thread must have seen that its model is gone. A failed test's model is not."""

@@ -104,7 +104,7 @@ class Tile {
       Pairs codes = even_code >> PLACE | (odd_code << (8 - PLACE) & masks_.upper_code);
       if constexpr (kind == SIGNED_CODES) {
         codes |= (even >> 8 | (odd & masks_.upper_byte)) & masks_.signs;
-        // With base 0 code 0 is exact: so in a tile of zeros, as an embedding's rows are that no token used.
+        // With base 0, code 0 is exact. Many tiles are zeros: the rows of an embedding that no token has used.
         if (base != 0 && __builtin_expect(any_below(even_code, odd_code, masks_.one), false)) codes |= small_codes(quad, base);
       }
       store_columns(codes_ + quad * 4 * LANES, codes);

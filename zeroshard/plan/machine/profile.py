@@ -278,8 +278,8 @@ def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: 
             raise ValueError(f"{path}.{key}={quoted(value)} must be a positive number")
         if value != 0 and not SMALLEST <= value <= LARGEST:
             raise ValueError(f"{path}.{key}={quoted(value)} must be from {SMALLEST:g} to {LARGEST:g}")
-        if key in ("sockets", "cores") and not (value % 1 == 0 and (key == "sockets") <= value <= MOST_DEVICES):
-            least = int(key == "sockets")
+        least = 1 if key == "sockets" else 0
+        if key in ("sockets", "cores") and not (value % 1 == 0 and least <= value <= MOST_DEVICES):
             raise ValueError(f"{path}.{key}={quoted(value)} must be a whole number, from {least} to {MOST_DEVICES:,}")
     missing = [key for key in known if key not in values and key not in optional]
     if missing:
