@@ -124,11 +124,13 @@ def train(args: argparse.Namespace) -> Result:
     tokens = torch.randint(0, config.vocab_size, (args.batch, args.sequence), device=device)
 
     def step() -> float:
-        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        for number in range(1, args.micro_batches + 1):
+            with nullcontext() if number == args.micro_batches else zeroshard.no_sync(model):
+                loss: Tensor = model(input_ids=tokens, labels=tokens).loss / args.micro_batches
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss.item() * args.micro_batches
 
     times, loss = [], 0.0
     for _ in range(SETTLED + args.steps):
@@ -139,7 +141,7 @@ def train(args: argparse.Namespace) -> Result:
         for _ in range(2 if args.trace else 0):
             step()
     zeroshard.synchronize(model)
-    seconds, size = sum(times[SETTLED:]) / args.steps, args.batch * args.sequence
+    seconds, size = sum(times[SETTLED:]) / args.steps, args.micro_batches * args.batch * args.sequence
     matrices = parameters - config.vocab_size * config.hidden_size  # the embedding is a look-up
     attention = 6 * config.num_hidden_layers * args.sequence * config.hidden_size  # causal
     return Result(
@@ -166,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of --batch sequences each, added up")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--offload", choices=OFFLOADS, default="8bit")
     parser.add_argument("--host-fraction", type=float, default=1.0, help="of the optimizer states that are offloaded")
