@@ -202,3 +202,13 @@ def test_micro_batches_run_dry_with_the_volume_and_the_accumulators_of_the_plan(
     assert main(["dryrun", *options]) == 0
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "gradients, GB" in line]
     assert rows[0][-1].strip() == "4Ψ/4", "accumulators count as gradients"
+
+
+@pytest.mark.parametrize("asked", [["zero-7.5b", "--stage", "1"], ["zero-7.5b", "--stage", "3"], ["zero-1000b"]])
+def test_gradients_of_wide_blocks_are_planned_from_the_moment_on_at_which_they_have_a_buffer(
+    asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gradient of theirs is larger than ``DEPOSIT_BYTES``. Those of the last preset are divided into units."""
+    assert main(["dryrun", *asked, "--world", "64", "--without-gpu", "--json", "--set", "model.layers=2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["peak"] == pytest.approx(told["peak"], rel=1e-3)

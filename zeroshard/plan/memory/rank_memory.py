@@ -232,25 +232,27 @@ class RankMemory:
         early = self._early_in_root()
         others += early if unit.block else 0
 
-        # The unit computes. Its gradients are held until they are worth a deposit; from then on they have a buffer.
-        if not unit.block:
-            computing = early
-        elif collected < DEPOSIT_BYTES:
-            computing = activations.backward_held[number] - activations.backward[number]
-        else:
-            computing = collected if largest >= DEPOSIT_BYTES else largest
+        # The unit computes. Its gradients wait until they are worth a deposit; from then on they have a buffer.
+        gathered = self._gathered([*present, *following])
         yield {
             "activations": activations.backward[number],
-            "gradients": others + computing,
-            "gathered": self._gathered([*present, *following]),
+            "gradients": others + (0 if unit.block else early),
+            "gathered": gathered,
         }
-        # The last gradients of the unit have arrived and are copied into the buffer.
-        yield {
-            "activations": activations.after_backward[number],
-            "gradients": others + collected,
-            "temporary": min(collected, DEPOSIT_BYTES + largest),
-            "gathered": self._gathered([*present, *following]),
-        }
+        if unit.block:
+            yield {
+                "activations": activations.depositing[number],
+                "gradients": others + collected,
+                "gathered": gathered,
+            }
+        else:
+            # The last gradients of the root have arrived and are copied into the buffer.
+            yield {
+                "activations": activations.after_backward[number],
+                "gradients": others + collected,
+                "temporary": min(collected, DEPOSIT_BYTES + largest),
+                "gathered": gathered,
+            }
         # The next unit begins before this unit ends.
         yield {
             "activations": activations.after_backward[number],

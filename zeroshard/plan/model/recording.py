@@ -32,8 +32,8 @@ class Moment(Enum):
     """The root, after the forward of a unit."""
     ROOT_BACKWARD = 4
     """The root, after the backward of a unit began."""
-    HELD = 5
-    """As BACKWARD, and the gradients of the unit that have arrived are alive too."""
+    DEPOSITING = 5
+    """As BACKWARD, from the moment on at which gradients are copied to a buffer. It does not count."""
 
 
 class Outline(NamedTuple):
@@ -145,6 +145,8 @@ class _Source:
     def peak(self, moment: Moment, kind: int) -> int:
         """The most bytes that were alive at a moment of a traced unit."""
         key = moment, kind
+        if moment is Moment.DEPOSITING and key not in self.seen.alive:
+            return self.peak(Moment.BACKWARD, kind)  # frozen, or its gradients came in another unit's backward
         if key not in self._peaks:
             self._peaks[key] = max(self.seen.alive.get(key, (0,)))
         return self._peaks[key]
@@ -246,7 +248,7 @@ def _activations(parts: Sequence[tuple[_Source, int]], host: int) -> ActivationB
         forward=of_units(Moment.FORWARD, Moment.ROOT_FORWARD, after=True),
         loss=final.peak(Moment.LOSS, 0) + added,
         backward=of_units(Moment.BACKWARD, Moment.ROOT_BACKWARD, after=False),
-        backward_held=of_units(Moment.HELD, Moment.ROOT_BACKWARD, after=False),
+        depositing=of_units(Moment.DEPOSITING, Moment.ROOT_BACKWARD, after=False),
         after_backward=(
             first.seen.after[0],
             *(source.seen.after[kind] + more for (source, kind), more in zip(parts[1:], up[1:], strict=True)),

@@ -23,9 +23,10 @@ class ActivationBytes:
     loss: int
     """The maximum between the forward of the last unit and the backward of that unit."""
     backward: tuple[int, ...]
-    """The maximum while the backward of a unit runs. A gradient that has arrived does not count."""
-    backward_held: tuple[int, ...]
-    """The same, if gradients that have arrived are held until the unit has all of them."""
+    """The maximum while the backward of a unit runs and its gradients have no buffer. Those that have arrived count."""
+    depositing: tuple[int, ...]
+    """The maximum while the backward of a unit runs and its gradients have a buffer. Only those count that are not yet
+    copied to it."""
     after_backward: tuple[int, ...]
     """The bytes at the moment when the last gradient of a unit has arrived."""
     host: int = 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ...config.bounds import ON_THEIR_WAY
+from ...config.bounds import DEPOSIT_BYTES, ON_THEIR_WAY
 from ...config.checks import DTYPES
 from ...config.layout import UNLIMITED, UnitSpec, find_units
 from ...config.options import Activations
@@ -237,9 +237,12 @@ class _Tracer(compat.OperationWatch):
         self._left: int | None = None
         """Bytes alive when the last unit ended its forward, or when the first one began."""
         self._now: list[int] = []
-        self._held: list[int] | None = None
-        self._arrived = 0
-        """Bytes of the gradients of the unit in backward that have arrived."""
+        self._waiting = 0
+        """Bytes of gradients of the unit in backward that have arrived and are not yet in a buffer."""
+        self._depositing = False
+        """True if the gradients of the unit in backward have a buffer."""
+        self._awaited = [0] * len(units)
+        """Gradients that have not arrived, by unit."""
         self._at(Moment.ROOT_FORWARD, 0)
         self.attention_flops = self.logits = 0.0
         """FLOPs of attention in forward passes, which torch's counter does not see; and the elements of logits."""
@@ -258,6 +261,7 @@ class _Tracer(compat.OperationWatch):
                 self._hooks.append(unit.module.register_forward_hook(self._leave(number)))
             for _, parameter in unit.parameters:
                 if parameter.requires_grad:
+                    self._awaited[number] += 1
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take(number)))
 
     def remove_hooks(self) -> None:
@@ -317,7 +321,7 @@ class _Tracer(compat.OperationWatch):
 
     def _begin_backward(self, number: int) -> None:
         if number != self._last:
-            self._arrived = 0
+            self._waiting, self._depositing = 0, False
         self._last = number
         self._at(Moment.BACKWARD, number)
         self._count_for(number)
@@ -329,22 +333,31 @@ class _Tracer(compat.OperationWatch):
             if number == 0 and not any(self._after[1:]):
                 self._early += size
             parameter.grad = None  # the plan counts gradients by itself, in their buffers
-            self._arrived += size if number == self._last else 0
             self._after[number] = self._alive
+            self._awaited[number] -= 1
+            if number and number == self._last:
+                self._wait_for_deposit(size)
             if number == 0 and (any(self._after[1:]) or self._count == 1):  # before that, the loss is being computed
                 self._at(Moment.ROOT_BACKWARD, self._last)
 
         return hook
 
     def _at(self, moment: Moment, number: int) -> None:
+        if moment is Moment.BACKWARD and number == self._last and self._depositing:
+            moment = Moment.DEPOSITING
         self._now = self._moments.setdefault((moment, number), [])
-        self._held = self._moments.setdefault((Moment.HELD, number), []) if moment is Moment.BACKWARD else None
         self._append()
 
     def _append(self) -> None:
-        self._now.append(self._alive)
-        if self._held is not None:
-            self._held.append(self._alive + self._arrived)
+        self._now.append(self._alive + self._waiting)
+
+    def _wait_for_deposit(self, size: int) -> None:
+        """Does with the size of a gradient that has arrived what the runtime does with the gradient."""
+        self._waiting += size
+        if self._waiting >= DEPOSIT_BYTES or not self._awaited[self._last]:
+            self._depositing = True
+            self._at(Moment.BACKWARD, self._last)
+            self._waiting = 0
 
     def end_forward(self) -> None:
         """Notes that the model has returned. The loss is computed next, if the model returned none."""
