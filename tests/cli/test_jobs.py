@@ -24,6 +24,14 @@ from tests.nccl.processes import free_port
 from zeroshard.cli.main import main
 
 
+@pytest.fixture(autouse=True)
+def hang_ups_end_children() -> Iterator[None]:
+    """Under nohup this process ignores SIGHUP, and its children would too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @contextmanager
 def endless(out: Path, *arguments: str, preexec: Callable[[], object] | None = None) -> Iterator[Popen[str]]:
     """A job that trains, until the block ends."""
