@@ -88,7 +88,7 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: 
     parameters = list(what.parameters()) if isinstance(what, nn.Module) else list(what)
     with ExitStack() as stack:
         for runtime, units in runtimes_of_parameters(parameters).items():
-            stack.enter_context(runtime.gathered(units, write=write, lend=True))
+            stack.enter_context(runtime.gathering.gathered(units, write=write, lend=True))
         yield
 
 
@@ -125,7 +125,9 @@ def full_state_dict(
             for name, value in runtime.model.state_dict(keep_vars=True).items()
             if only is None or only(name)
         }
-        parameters = runtime.whole_parameters(None if only is None else {id(value) for value in names.values()})
+        parameters = runtime.gathering.whole_parameters(
+            None if only is None else {id(value) for value in names.values()}
+        )
         values = {id(parameter): whole.to("cpu", copy=True) for parameter, whole in parameters if wanted}
         runtime.fabric.watchdog.check()  # a gather that was aborted meanwhile has not brought its values
     if not wanted:
@@ -157,7 +159,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
 
     def by_name() -> Iterator[tuple[str, Tensor]]:
-        for unit in runtime.whole_units():
+        for unit in runtime.gathering.whole_units():
             unit.reverse()
             while unit:  # what was yielded is not held any longer
                 parameter, whole = unit.pop()

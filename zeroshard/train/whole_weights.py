@@ -54,7 +54,7 @@ def save_whole(
     with Output(folder) as output:
         writer = _Writer(output, files, replaced, wholes, shard_bytes, stem)
         on_rank_zero(runtime.fabric, writer.begin)
-        for parameter, values in runtime.whole_parameters(parts.keys()):
+        for parameter, values in runtime.gathering.whole_parameters(parts.keys()):
             if runtime.fabric.rank == 0:
                 values = values.cpu()
             on_rank_zero(runtime.fabric, partial(writer.write, parts[id(parameter)], values))
