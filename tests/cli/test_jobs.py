@@ -158,10 +158,10 @@ def own_terminal() -> None:
 
 @pytest.mark.slow
 def test_sighup_saves_as_sigterm_does_and_does_nothing_under_nohup(tmp_path: Path) -> None:
-    process = start_endless(tmp_path / "stops")
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGHUP)  # a shell sends it, and the system once more
-    told, complained = process.communicate(timeout=60)
+    with endless(tmp_path / "stops") as process:
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)  # a shell sends it, and the system once more
+        told, complained = process.communicate(timeout=60)
     assert process.returncode == 0, told + complained
     stopped = re.search(r"stopped after step \d+ \(SIGHUP\); saved (\S+)", told)
     assert stopped is not None, told
