@@ -46,8 +46,8 @@ class Factory:
             found: Any = importlib.import_module(module)
         except SystemExit as error:
             raise ModelError(
-                f"--model {source}: importing {module} runs a program, which ended with exit code {error.code}; put the "
-                "model into a module of its own, or the program below `if __name__ == '__main__':`"
+                f"--model {source}: importing {module} runs a program, which ended with exit code {error.code}; put "
+                "the model into a module of its own, or the program below `if __name__ == '__main__':`"
             ) from None
         except Exception as error:
             raise ModelError(f"--model {source}: {module} cannot be imported: {error_text(error)}") from None
