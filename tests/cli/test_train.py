@@ -320,16 +320,37 @@ def rank_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_every_rank_with_one_line(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_ends_every_rank(tmp_path: Path) -> None:
     process = start_endless(tmp_path)
     ranks = rank_processes(process)
     assert len(ranks) == 2
     process.send_signal(signal.SIGINT)
+    said, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert told.splitlines() == [
+        "zeroshard train: Ctrl-C: the run saves after this step and ends; Ctrl-C once more ends it without"
+    ]
+    stopped = re.search(r"stopped after step \d+ \(SIGINT\); saved (\S+)", said)
+    assert stopped is not None, said
+    assert (Path(stopped[1]) / "COMPLETE").exists()
+    assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
+    process = start_endless(tmp_path)
+    ranks = rank_processes(process)
+    ranks[1].suspend()  # the other rank waits for it in a collective
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
+    assert time.monotonic() - began < 20
     assert process.returncode == 130
-    (line,) = told.splitlines()
-    assert line.startswith("zeroshard train: interrupted; all ranks of this node were stopped")
-    assert "--resume auto goes on from the newest checkpoint" in line
+    assert "interrupted; all ranks of this node were stopped before they could save" in told
+    assert "--resume auto goes on from the newest checkpoint" in told
     assert not any(rank.is_running() for rank in ranks)
 
 

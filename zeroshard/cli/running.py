@@ -165,7 +165,7 @@ def require_libraries(job: Job) -> None:
 def _be_a_rank(job: Job, out: Path, arguments: argparse.Namespace) -> int:
     launcher = LauncherWatch()
     json_lines = take_stdout() if arguments.json else None
-    # Ctrl-C ends a rank at once, also inside a collective, and without a traceback.
+    # Before and after training, Ctrl-C ends a rank at once and without a traceback. In training it saves.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         record(train)(job, out, arguments.trace, arguments.resume, json_lines)

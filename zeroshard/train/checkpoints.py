@@ -157,7 +157,7 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 class RunCheckpoints:
-    """Saves a run. Use as a context manager: inside it, SIGTERM or SIGHUP asks for a checkpoint and an orderly end."""
+    """Saves a run. Use as a context manager: inside it, a signal asks for a checkpoint and an orderly end."""
 
     def __init__(self, start: Start, out: Path, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
         self._start, self._folder = start, out / FOLDER

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,8 +20,9 @@ from ..system.machine import usable_cores
 from .rendezvous import one_node_options
 from .stopping import BY_SIGNAL, LAUNCHER, SAVING_SECONDS, STOP_FILE, command_title, leave_closed_terminal
 
-FORWARDED = "SIGTERM,SIGINT,SIGQUIT"  # signals that torchrun passes on to the ranks; `_end_ranks` passes on SIGHUP
-INTERRUPTED = 128 + signal.SIGINT  # the shell's exit code for a command ended by Ctrl-C
+FORWARDED = "SIGTERM,SIGQUIT"  # signals that torchrun passes on to the ranks; handlers below pass on SIGHUP and SIGINT
+SIGNALS = 128  # the shell's exit code for a command that a signal ended is this and the signal's number
+INTERRUPTED = SIGNALS + signal.SIGINT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,27 +67,31 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0
             del os.environ[LAUNCHER]  # it is not the launcher of ranks that this process starts in another way
         reason = Path(stop_file).read_text() if Path(stop_file).exists() else None
     if reason is None:
-        if code == INTERRUPTED:
+        if code > SIGNALS:
             _say(
-                "interrupted; all ranks of this node were stopped, and Ctrl-C saves nothing (SIGTERM does). "
+                "interrupted; all ranks of this node were stopped before they could save. "
                 "--resume auto goes on from the newest checkpoint, if --save-every wrote one"
             )
         return code
-    return 0 if reason == BY_SIGNAL else 1
+    if reason == BY_SIGNAL:
+        return code if code == INTERRUPTED else 0
+    return 1
 
 
 def _run(options: list[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's own messages about a failure; `_tell` prints what matters
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as under nohup
     former = None if ignored else signal.signal(signal.SIGHUP, _end_ranks)
+    former_interrupt = signal.signal(signal.SIGINT, _interrupt_ranks)
     try:
         torchrun.run(torchrun.parse_args(options))
     except ChildFailedError as error:
         _tell(error)
         return 1
-    except (KeyboardInterrupt, SignalException):
-        return INTERRUPTED
+    except SignalException as error:
+        return SIGNALS + error.sigval
     finally:
+        signal.signal(signal.SIGINT, former_interrupt)
         if not ignored:
             signal.signal(signal.SIGHUP, former)
         logging.disable(logging.NOTSET)
@@ -105,6 +111,18 @@ def _end_ranks(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     leave_closed_terminal()
     raise SignalException("the terminal was closed", signal.SIGHUP)
+
+
+def _interrupt_ranks(number: int, frame: FrameType | None) -> None:
+    """At the first Ctrl-C let torchrun pass it on to the ranks, which save and end. At the second one end them."""
+    signal.signal(signal.SIGINT, _kill_ranks)
+    raise SignalException("interrupted", signal.SIGINT)
+
+
+def _kill_ranks(number: int, frame: FrameType | None) -> None:
+    for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with suppress(ProcessLookupError):
+            os.kill(int(rank), signal.SIGKILL)
 
 
 def _tell(error: ChildFailedError) -> None:

@@ -30,7 +30,10 @@ _told_to_stop = threading.Event()
 
 
 class StopSignals:
-    """Inside, SIGTERM and SIGHUP ask a run to save and to end. A signal that was ignored stays so, as under nohup."""
+    """Inside, SIGTERM, SIGHUP and the first SIGINT ask a run to save and to end. The second SIGINT ends it at once.
+
+    A signal that was ignored stays so, as under nohup.
+    """
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask, self._former = ask, dict[int, Any]()
@@ -39,7 +42,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         _told_to_stop.clear()
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._note)
         return self
@@ -52,6 +55,11 @@ class StopSignals:
         self.received = signal.Signals(number).name
         _told_to_stop.set()
         leave_closed_terminal()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if os.environ.get("RANK", "0") == "0":
+                text = "Ctrl-C: the run saves after this step and ends; Ctrl-C once more ends it without"
+                print(f"{command_title()}: {text}", file=sys.stderr, flush=True)
         self._ask()
 
 
