@@ -29,10 +29,11 @@ def write() -> str:
 
 def write_fields() -> str:
     """What each number of a profile means."""
-    lines = ["| table | key | meaning |", "|---|---|---|"]
+    lines = ["| table | key | default | meaning |", "|---|---|---|---|"]
     for table, kind in SECTIONS.items():
         for field in described_fields(kind):
             if table or field.name not in (*SECTIONS, "name"):
                 shown = "top of the file" if table == "" else f"`[{table}]`"
-                lines.append(f"| {shown} | `{field.name}` | {cell(paragraph(field.text))} |")
+                default = f"`{field.default}`" if field.default else "the file's name" if field.name == "title" else ""
+                lines.append(f"| {shown} | `{field.name}` | {default} | {cell(paragraph(field.text))} |")
     return "\n".join(lines)
