@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if seen.run.peak > cap:
         peak = seen.run.peak / GIB
         return _fail(
-            f"its peak of {peak:.2f} GiB ({seen.run.peak / 1e9:.2f} GB) is above --memory-cap "
+            f"its peak of {peak:.4g} GiB ({seen.run.peak / 1e9:.4g} GB) is above --memory-cap "
             f"{arguments.memory_cap:g} GiB; "
             "`zeroshard plan` lists the stages and offloads that fit"
         )
