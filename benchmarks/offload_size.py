@@ -4,7 +4,7 @@
 
 ``--small`` takes 6 bytes of host memory a parameter (bf16 moments, split master read back from the device, updated in
 backward), ``--small --clip`` 8, neither 14. The text is the Python standard library's source, byte by byte; every
-micro-batch is another part of it. TFLOPS count what the device computes, recomputation included:
+micro-batch is another part of it. TFLOPS count recomputation as the papers do, as another whole forward:
 96·B·s·L·h²·(1 + s/6h) for a GPT, 8·Ψ·tokens for a Llama.
 """
 

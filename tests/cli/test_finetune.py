@@ -129,7 +129,7 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(
     assert max(len(line) for line in shown.splitlines()) <= 100
     flowing = " ".join(shown.split())
     assert "plan: stage 0, offload none chosen" in flowing
-    assert "and activations by example=" in flowing
+    assert "and the activations of one micro-batch." in flowing
     assert "micro-batch: 3 × 32 tokens, 1 a step, 0 of 2 blocks recomputed" in shown
     assert shown.endswith("a dry run: nothing was started\n")
     assert "warning" not in shown
@@ -334,7 +334,7 @@ def test_the_configuration_beside_the_run_is_the_same_job(runs: Runs) -> None:
         env=ONE_THREAD,
     )
     assert changed.returncode == 1
-    assert "the run had data = " in changed.stderr
+    assert "the run had data." in changed.stderr
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ EXAMPLE = (torch.zeros(8, 512, dtype=torch.long, device="meta"),) * 2
 DEEP = ModelConfig(layers=24, hidden=512, heads=8, sequence=256, vocabulary=2048, checkpointing=True)
 PSI = 76_900_000
 """A little more than the parameters of ``DEEP``."""
-SMALL = 0.29
+SMALL = 0.275
 """GB of a device that has room for the parameters of ``DEEP``, and for no states."""
 ALL = ("moments", "update_in_backward", "delayed_update_after")
 GIB = 1 << 30

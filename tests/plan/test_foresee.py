@@ -63,7 +63,7 @@ def test_with_an_example_activations_count() -> None:
     said = advise(gpu(4), stage=0, example=EXAMPLE).warning
     assert said is not None
     assert "activations 2." in said
-    assert "and activations by example=." in said
+    assert "and the activations of one micro-batch." in said
     assert advise(gpu(4), stage=0).warning is None
 
 

@@ -275,7 +275,9 @@ def test_a_hugging_face_model_has_a_name(
     [
         ("zero-8c", "did you mean 'zero-8b'?"),
         ("nowhere/config.json", "No such file"),
+        ("models/llama", "there is no such folder, and plan downloads nothing"),
         (":build", "must be module:factory"),
+        ("tests/models.py:net", "must name a module, not a file; write tests.models:net"),
         ("no_such_module:build", "cannot be imported: ModuleNotFoundError"),
         ("tests.models:nett", "has no 'nett' (did you mean 'net'?)"),
         ("tests.models:__name__", "is no function"),
@@ -285,6 +287,14 @@ def test_an_error_names_what_is_no_model(source: str, told: str) -> None:
     with pytest.raises(ModelError) as raised:
         find_model(source)
     assert told in str(raised.value)
+
+
+def test_a_module_that_is_a_program_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"program_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text("raise SystemExit(2)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelError, match="runs a program, which ended with exit code 2; put the model into a module"):
+        find_model(f"{name}:Net")
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def model_states(self) -> int:
-        """What the papers' formulas count: parameters, gradients and optimizer states."""
+        """What the papers' formulas count: parameters, gradients and optimizer states. Without ``accumulators``."""
         return self.parameters + self.gradients + self.optimizer_states
 
 

@@ -298,7 +298,7 @@ class Foresight:
         """Says what is counted in the numbers, and what is not."""
         states = "model states, gathered units and buffers"
         if self.counts_activations:
-            return f"Counted: {states}, and activations by example=."
+            return f"Counted: {states}, and the activations of one micro-batch."
         return f"Counted: {states}; not activations, {self.activations}."
 
     def _reason(self, taken: Row, fits: bool, rows: Sequence[Row]) -> str:

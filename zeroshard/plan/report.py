@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..config.job import ModelConfig
 from . import command
-from .advice import LARGEST_BATCH, Row
+from .advice import AS_FAST, LARGEST_BATCH, Row
 from .machine.hardware import GB, Hardware
 from .memory.device_memory import KIND_TITLES, KINDS, DeviceMemory
 from .model.source import Subject
@@ -164,7 +164,12 @@ def print_recommendation(
         console.print(_shortage(rows) + "\n", highlight=False)
         return
     setup = best.setup
-    why = "it fits and changes least" if best.time is None else f"the fastest that fits, {_step(best)} a step"
+    if best.time is None:
+        why = "it fits and changes least"
+    elif best is max((row for row in rows if row.fits), key=lambda row: row.tokens_a_second or 0.0):
+        why = f"the fastest that fits, {_step(best)} a step"
+    else:
+        why = f"{_step(best)} a step, within {1 - AS_FAST:.0%} of the fastest, and it changes least"
     console.print(f"Take stage {setup.stage}, offload {best.variant.name}: {why}.", style="bold", highlight=False)
     if setup.offload is not None and setup.offload.update_in_backward:
         console.print("It updates in backward, so it excludes clip_grad_norm and several micro-batches.")

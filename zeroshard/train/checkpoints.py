@@ -1,6 +1,6 @@
 """Checkpoints of a training run: saved every few steps and when a signal stops the run, loaded when the run resumes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -111,9 +111,11 @@ class Start:
         saved = read_extra(path)
         if not isinstance(saved, dict) or "origin" not in saved:
             raise ResumeError(f"--resume {resume}: {path} is a checkpoint of another program")
-        for name, mine in identity.items():
-            if saved.get(name) != mine:
-                raise ResumeError(f"--resume {resume}: the run had {name} = {saved.get(name)}, this job has {mine}")
+        if differing := [text for name, mine in identity.items() for text in _differing(name, saved.get(name), mine)]:
+            raise ResumeError(
+                f"--resume {resume}: {'; '.join(differing)}. Go on with what the run had, or begin another run in "
+                "another folder (--out)"
+            )
         origin, step = Origin.read(saved["origin"]), saved.get("step")
         if (origin is None and divides) or type(step) is not int or step < 0:
             raise ResumeError(
@@ -130,6 +132,15 @@ class Start:
         except ResumeError as error:
             raise ResumeError(f"--resume {resume}: {error}") from None
         return cls(job, origin, path, identity)
+
+
+def _differing(name: str, had: object, mine: object) -> Iterator[str]:
+    """One text for each value that differs. Tables are compared key by key."""
+    if isinstance(had, dict) and isinstance(mine, dict):
+        for key in mine | had:
+            yield from _differing(f"{name}.{key}", had.get(key), mine.get(key))
+    elif had != mine:
+        yield f"the run had {name} = {had}, this job has {mine}"
 
 
 def _no_effect(name: str, had: object, mine: object) -> ResumeError:

@@ -66,7 +66,10 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0
         reason = Path(stop_file).read_text() if Path(stop_file).exists() else None
     if reason is None:
         if code == INTERRUPTED:
-            _say("interrupted; all ranks of this node were stopped")
+            _say(
+                "interrupted; all ranks of this node were stopped, and Ctrl-C saves nothing (SIGTERM does). "
+                "--resume auto goes on from the newest checkpoint, if --save-every wrote one"
+            )
         return code
     return 0 if reason == BY_SIGNAL else 1
 

@@ -37,11 +37,19 @@ class Factory:
         module, _, name = source.partition(":")
         if not module or not name:
             raise ModelError(f"--model {source}: must be module:factory, as in my_project.models:build")
+        if module.endswith(".py"):
+            dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+            raise ModelError(f"--model {source}: must name a module, not a file; write {dotted}:{name}")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         try:
             found: Any = importlib.import_module(module)
-        except (Exception, SystemExit) as error:
+        except SystemExit as error:
+            raise ModelError(
+                f"--model {source}: importing {module} runs a program, which ended with exit code {error.code}; put "
+                "the model into a module of its own, or the program below `if __name__ == '__main__':`"
+            ) from None
+        except Exception as error:
             raise ModelError(f"--model {source}: {module} cannot be imported: {error_text(error)}") from None
         for part in name.split("."):
             if not hasattr(found, part):

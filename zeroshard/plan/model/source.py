@@ -60,6 +60,11 @@ def find_model(source: str) -> Subject:
     except JobError as error:
         if source.endswith(".toml") or source in presets():
             raise ModelError(str(error)) from None
+        if "/" in source:
+            raise ModelError(
+                f"--model {source}: there is no such folder, and plan downloads nothing; give the folder of a "
+                "downloaded model, or its config.json alone"
+            ) from None
         known = list(presets())
         raise ModelError(
             f"--model {source}: no such preset{nearest(source, known)}; give one of {', '.join(known)}, a .toml "

@@ -321,7 +321,7 @@ class _Tracer(compat.OperationWatch):
 
     def _begin_backward(self, number: int) -> None:
         if number != self._last:
-            self._waiting, self._depositing = 0, False
+            self._end_backward()
         self._last = number
         self._at(Moment.BACKWARD, number)
         self._count_for(number)
@@ -350,6 +350,12 @@ class _Tracer(compat.OperationWatch):
 
     def _append(self) -> None:
         self._now.append(self._alive + self._waiting)
+
+    def _end_backward(self) -> None:
+        """The backward of the last unit is over. Gradients that wait for one that did not come are copied at last."""
+        if self._waiting and not self._depositing:
+            self._moments[Moment.DEPOSITING, self._last] = [self._after[self._last] + self._waiting]
+        self._waiting, self._depositing = 0, False
 
     def _wait_for_deposit(self, size: int) -> None:
         """Does with the size of a gradient that has arrived what the runtime does with the gradient."""
@@ -386,6 +392,7 @@ class _Tracer(compat.OperationWatch):
     def recording(self) -> Recording:
         """What was seen. The backward of attention counts as two of its forwards."""
         self._count_for(0)
+        self._end_backward()
         works = zip(self._backward_flops, self._forward_flops, self._matrix_flops, strict=True)
         return Recording(
             alive=self._moments,
