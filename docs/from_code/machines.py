@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import json
+
 from zeroshard.plan.machine import profile
 
-from .texts import cell, described_fields, paragraph
+from .texts import Described, cell, described_fields, paragraph
 
 SECTIONS = {
     "": profile.Machine,
@@ -29,10 +32,17 @@ def write() -> str:
 
 def write_fields() -> str:
     """What each number of a profile means."""
-    lines = ["| table | key | meaning |", "|---|---|---|"]
+    lines = ["| table | key | default | meaning |", "|---|---|---|---|"]
     for table, kind in SECTIONS.items():
         for field in described_fields(kind):
             if table or field.name not in (*SECTIONS, "name"):
                 shown = "top of the file" if table == "" else f"`[{table}]`"
-                lines.append(f"| {shown} | `{field.name}` | {cell(paragraph(field.text))} |")
+                lines.append(f"| {shown} | `{field.name}` | {_default(field)} | {cell(paragraph(field.text))} |")
     return "\n".join(lines)
+
+
+def _default(field: Described) -> str:
+    """A default as TOML writes it. Nothing if the key must be there."""
+    if field.name == "title":
+        return "the file's name"
+    return "" if field.default is None else f"`{json.dumps(ast.literal_eval(field.default))}`"

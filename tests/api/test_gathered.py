@@ -43,6 +43,17 @@ def targets(model: Net) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("offload", [None, "cpu", zeroshard.Offload(parameters="cpu")], ids=str)
+@on_ranks(2)
+def test_inside_gathered_one_rank_may_run_forwards_alone_as_for_generation(offload: Any) -> None:
+    model, optimizer = shard(stage=3, offload=offload, stall_timeout=5)
+    for step in range(2):
+        train(model, optimizer, step)
+        with zeroshard.gathered(model), torch.no_grad():
+            for time in range(3 * dist.get_rank()):
+                loss_of(model, time)
+
+
 @in_stages
 @on_ranks(2)
 def test_gathered_takes_a_model_a_part_a_parameter_or_several(stages: Stages) -> None:

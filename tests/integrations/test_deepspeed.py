@@ -169,6 +169,15 @@ def test_a_wrong_configuration_is_refused_by_name(config: dict[str, Any], words:
         assert word in str(error.value)
 
 
+def test_all_refused_and_unknown_keys_of_a_configuration_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="3 mistakes in the DeepSpeed configuration:") as error:
+        read(tensorboard={"enabled": True}, comms_logger={"enabled": True}, gradient_cliping=1.0, steps_per_print=5)
+    told = str(error.value)
+    assert "tensorboard=" in told
+    assert "comms_logger=" in told
+    assert "did you mean 'gradient_clipping'?" in told
+
+
 def test_auto_is_taken_where_the_caller_gives_the_value(tmp_path: Path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": "auto",

@@ -126,7 +126,9 @@ def test_a_cap_on_memory_is_respected(capsys: pytest.CaptureFixture[str]) -> Non
     asked = ["dryrun", "tiny", "--world", "8", "--without-gpu", "--memory-cap"]
     assert main([*asked, "1"]) == 0
     assert main([*asked, "0.001"]) == 1
-    assert "is above --memory-cap 0.001" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "is above --memory-cap 0.001" in told
+    assert "zeroshard plan" in told
     assert main([*asked, "-1"]) == 2
     assert "--memory-cap -1 must be above 0" in capsys.readouterr().err
 

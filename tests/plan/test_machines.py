@@ -56,7 +56,9 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     [
         ("= 3", "not TOML"),
         ("devices_per_nod = 3", r"devices_per_nod is unknown \(did you mean 'devices_per_node'\?\)"),
-        ("devices_per_node = 8", "device must be a table"),
+        ("device = 8", "device must be a table"),
+        ("devices_per_node = 8", "device lacks memory, peak_16bit"),
+        ("[device]\nmemory = 1", "device lacks .*; inside lacks latency, bandwidth; .*; host lacks memory, bandwidth"),
         ("[device]\nmemory = 1", "device lacks peak_16bit"),
         ("[device]\nmemory = -1", r"device.memory=-1 must be a positive number"),
         ("[device]\nmemry = 1", r"device.memry is unknown \(did you mean 'memory'\?\)"),

@@ -108,6 +108,13 @@ def test_stage_2_is_not_advised_unless_it_surely_fits(tmp_path: Path, extra: dic
     assert found.sentence.endswith("A larger micro-batch moves no more, so the wait becomes a smaller share of a step.")
 
 
+def test_gathers_of_several_micro_batches_lead_to_fewer_and_larger_ones_in_stage_3(tmp_path: Path) -> None:
+    (found,) = advice(tmp_path, GATHERED, stage=3, micro_batches=4)
+    assert found.sentence.endswith(
+        "and each of the 4 micro-batches of a step gathers them anew. Fewer and larger micro-batches wait less."
+    )
+
+
 REDUCED = [["compute", "backward", 0.0, 0.4], ["reduce", "a", 0.1, 0.6]]
 
 

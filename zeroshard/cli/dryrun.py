@@ -71,7 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(seen.table())
     if seen.run.peak > cap:
         peak = seen.run.peak / GIB
-        return _fail(f"its peak of {peak:.2f} GiB is above --memory-cap {arguments.memory_cap:g}")
+        return _fail(
+            f"its peak of {peak:.4g} GiB ({seen.run.peak / 1e9:.4g} GB) is above --memory-cap "
+            f"{arguments.memory_cap:g} GiB; "
+            "`zeroshard plan` lists the stages and offloads that fit"
+        )
     return 0
 
 

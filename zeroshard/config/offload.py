@@ -65,7 +65,8 @@ class Offload(Options):
     split_master: bool = False
     """Store the fp32 master as the bf16 parameter and a 16-bit remainder: the same bits, with less memory traffic.
 
-    Also saves 2 bytes a parameter with ``delayed_update_after``, ``parameters="cpu"`` or ``read_back``.
+    Needs ``precision="bf16"``. Also saves 2 bytes a parameter with ``delayed_update_after``, ``parameters="cpu"`` or
+    ``read_back``.
     """
     read_back: bool = False
     """With ``split_master``: the update reads the parameter from the device, so the host needs no copy of it.
@@ -81,7 +82,7 @@ class Offload(Options):
     host_memory: Annotated[int | None, whole(least=1)] = None
     """Bytes of host memory that this rank may use. By default the free memory, divided by the ranks on this machine."""
     seed: Annotated[int, unsigned] = 0
-    """Seed of the stochastic rounding of moments in bf16 and 8 bits."""
+    """Seed of the stochastic rounding of moments in bf16 and 8 bits. Moments in fp32 do not use it."""
     blocking: bool = False
     """``step()`` waits for the host. The results are the same. For timing and debugging."""
 

@@ -197,7 +197,11 @@ class Config(Options):
     max_unit_bytes: Annotated[int, whole(least=1)] = 1 << 30
     """A unit above this size is split at child modules. No fused buffer is larger, unless one parameter is (C_B)."""
     keep: Annotated[tuple[str, ...] | None, list_of("names", str)] = None
-    """Stage 3: units that stay gathered from forward to backward. By default the root and the last; ``()`` for none."""
+    """Stage 3: units that stay gathered from forward to backward. By default the root and the last; ``()`` for none.
+
+    Whole names of units, without wildcards, such as "blocks.11"; "(root)" is the root. The error about a wrong name
+    lists the names of all units.
+    """
     prefetch: Annotated[int | None, whole(least=0)] = None
     """Stage 3: how many units are gathered before they are needed. By default 2.
 

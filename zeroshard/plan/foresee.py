@@ -284,7 +284,9 @@ class Foresight:
     def suggestion(self, rows: Sequence[Row]) -> str:
         """Names the first rows that fit."""
         if not rows:
-            more = "more ranks, a smaller batch or activation checkpointing"
+            more = "more ranks, a smaller batch"
+            if not self._setup.checkpointing:
+                more += ", or recomputed blocks (activations=zeroshard.Activations())"
             least = max(self._everything(), key=_nearness)
             named = f"{', '.join(shard_options(least.setup))} ({_size(least)})"
             nearest = "" if self.fits(least) else f" Nearest comes {named}."

@@ -121,7 +121,7 @@ def gathers(summary: Summary) -> Found:
     window, stage = summary.window, summary.stage
     if window is None or _wait(window, GATHER) < WORTH_SAYING * window.seconds:
         return
-    waits = _wait(window, GATHER)
+    waits, times = _wait(window, GATHER), summary.run.number("micro_batches") or 1
     sentence = f"{_of(waits, window)} waits for parameters of other ranks"
     lower = _row(summary, 2) if stage == 3 else None
     if lower is not None and _fits_surely(summary, lower):
@@ -133,6 +133,9 @@ def gathers(summary: Summary) -> Found:
                 "stage=2",
             ),
         )
+    elif stage == 3 and times > 1:
+        told = f"{sentence}, and each of the {times:g} micro-batches of a step gathers them anew."
+        yield waits / window.seconds, Advice(f"{told} Fewer and larger micro-batches wait less.")
     else:
         yield waits / window.seconds, Advice(f"{sentence}. {SMALLER_SHARE}")
 

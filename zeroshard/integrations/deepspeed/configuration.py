@@ -122,17 +122,30 @@ def from_config(
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     table = keys()
     settings: dict[str, Any] = {}
+    mistakes: list[str] = []
     for name, value in _flat({name: value for name, value in given.items() if name not in without}, table):
-        key = table.get(name)
-        if key is None:
-            raise ValueError(f"the DeepSpeed configuration has the unknown key {quoted(name)}{nearest(name, table)}")
-        if key.what != "accepted":
-            value = _with_values(name, value, auto or {})
-        if key.what == "mapped" and value is not None:
-            settings[name.replace("bfloat16.", "bf16.")] = _checked(name, value)
-        elif key.what == "refused" and not _asks_nothing(value, key.fine):
-            raise ValueError(f"{name}={quoted(value)} in the DeepSpeed configuration is refused: {key.why}")
+        try:
+            settings |= _setting(name, value, table, auto or {})
+        except ValueError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        head = [f"{len(mistakes)} mistakes in the DeepSpeed configuration:"] if len(mistakes) > 1 else []
+        raise ValueError("\n  ".join(head + mistakes))
     return Configuration(_options(settings), settings, *_sizes(settings, world))
+
+
+def _setting(name: str, value: Any, table: Mapping[str, Key], auto: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapped key with its value. Nothing for a key that is accepted."""
+    key = table.get(name)
+    if key is None:
+        raise ValueError(f"the DeepSpeed configuration has the unknown key {quoted(name)}{nearest(name, table)}")
+    if key.what != "accepted":
+        value = _with_values(name, value, auto)
+    if key.what == "mapped" and value is not None:
+        return {name.replace("bfloat16.", "bf16."): _checked(name, value)}
+    if key.what == "refused" and not _asks_nothing(value, key.fine):
+        raise ValueError(f"{name}={quoted(value)} in the DeepSpeed configuration is refused: {key.why}")
+    return {}
 
 
 def _flat(values: Mapping[str, Any], table: Mapping[str, Key], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -228,7 +228,15 @@ def parse(name: str, data: Mapping[str, Any], file: Path | None = None) -> Machi
     for key in data:
         if key not in known:
             raise ValueError(f"{where}: {word(key)} is unknown{nearest(key, known)}; known: {', '.join(known)}")
-    parts = {key: _table(kind, f"{where}: {key}", data.get(key)) for key, kind in tables.items()}
+    parts: dict[str, Any] = {}
+    mistakes = []
+    for key, kind in tables.items():
+        try:
+            parts[key] = _table(kind, key, data.get(key))
+        except ValueError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise ValueError(f"{where}: {'; '.join(mistakes)}")
     count = data.get("devices_per_node")
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
         raise ValueError(
@@ -265,7 +273,7 @@ def _spread(value: object, where: str) -> tuple[float, float]:
 
 def _table(kind: type[Device | Link | Pcie | Host | Launch], path: str, values: object) -> Any:
     optional = [entry.name for entry in fields(kind) if entry.default is not MISSING]
-    if values is None and len(optional) == len(fields(kind)):
+    if values is None:
         values = {}
     if not isinstance(values, Mapping):
         raise ValueError(f"{path} must be a table")
