@@ -327,13 +327,42 @@ def test_ctrl_c_saves_and_ends_every_rank(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     said, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
-    assert told.splitlines() == [
-        "zeroshard train: Ctrl-C: the run saves after this step and ends; Ctrl-C once more ends it without"
-    ]
+    assert told.splitlines() == ["zeroshard train: Ctrl-C: the run saves and ends; Ctrl-C once more ends it at once"]
     stopped = re.search(r"stopped after step \d+ \(SIGINT\); saved (\S+)", said)
     assert stopped is not None, said
     assert (Path(stopped[1]) / "COMPLETE").exists()
     assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_although_it_also_ends_the_reader_of_the_output(tmp_path: Path) -> None:
+    """As in `zeroshard train 2>&1 | tee log`."""
+    process = start_endless(tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    process.wait(60)
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert (saved / "COMPLETE").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_last_step_loses_nothing(tmp_path: Path) -> None:
+    steps = ["--steps", "6", "--set", "train.report_every=1", "--set", "train.evaluate_every=1000"]
+    command = [*COMMAND, "--ranks", "2", "--out", str(tmp_path), *steps]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step 6/6") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "before they could save" not in told
+    assert (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -278,6 +278,7 @@ def test_a_hugging_face_model_has_a_name(
         ("models/llama", "there is no such folder, and plan downloads nothing"),
         (":build", "must be module:factory"),
         ("tests/models.py:net", "must name a module, not a file; write tests.models:net"),
+        ("/a/models.py:net", "write models:net, with PYTHONPATH=/a"),
         ("no_such_module:build", "cannot be imported: ModuleNotFoundError"),
         ("tests.models:nett", "has no 'nett' (did you mean 'net'?)"),
         ("tests.models:__name__", "is no function"),

@@ -16,7 +16,7 @@ from ..runtime import runtime_of
 from ..storage.background import Saving, abandon_all
 from ..storage.folder import candidates
 from ..storage.load import read_extra
-from .stopping import BY_SIGNAL, StopSignals
+from .stopping import BY_SIGNAL, StopSignals, leave_closed_output
 
 FOLDER = "checkpoints"
 AUTO, NEVER = "auto", "never"
@@ -199,6 +199,8 @@ class RunCheckpoints:
         if self.stopped_by_signal:
             reason = self._signals.received or f"{BY_SIGNAL} to another rank"
         every = self._start.job.train.save_every
+        if reason is not None:
+            leave_closed_output()
         if reason is not None or (every and step % every == 0):
             self._save(step, record, asynchronous=reason is None)
         self.stopped = reason

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from ..system.machine import usable_cores
 from .rendezvous import one_node_options
-from .stopping import BY_SIGNAL, LAUNCHER, SAVING_SECONDS, STOP_FILE, command_title, leave_closed_terminal
+from .stopping import BY_SIGNAL, FINISHED, LAUNCHER, SAVING_SECONDS, STOP_FILE, command_title, leave_closed_output
 
 FORWARDED = "SIGTERM,SIGQUIT"  # signals that torchrun passes on to the ranks; handlers below pass on SIGHUP and SIGINT
 SIGNALS = 128  # the shell's exit code for a command that a signal ended is this and the signal's number
@@ -73,6 +73,8 @@ def launch(ranks: int, nodes: Nodes, arguments: Sequence[str], restarts: int = 0
                 "--resume auto goes on from the newest checkpoint, if --save-every wrote one"
             )
         return code
+    if reason == FINISHED:  # a signal came too late to stop it
+        return 0 if code > SIGNALS and code != INTERRUPTED else code
     if reason == BY_SIGNAL:
         return code if code == INTERRUPTED else 0
     return 1
@@ -109,20 +111,24 @@ def _end_ranks(number: int, frame: FrameType | None) -> None:
     torchrun's own handler would raise again, and leave ranks alone that save.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    leave_closed_terminal()
+    leave_closed_output()
     raise SignalException("the terminal was closed", signal.SIGHUP)
 
 
 def _interrupt_ranks(number: int, frame: FrameType | None) -> None:
-    """At the first Ctrl-C let torchrun pass it on to the ranks, which save and end. At the second one end them."""
+    """At the first Ctrl-C let torchrun pass it on to the ranks, which save and end. At the next ones end them."""
+    leave_closed_output()
     signal.signal(signal.SIGINT, _kill_ranks)
     raise SignalException("interrupted", signal.SIGINT)
 
 
 def _kill_ranks(number: int, frame: FrameType | None) -> None:
-    for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        with suppress(ProcessLookupError):
-            os.kill(int(rank), signal.SIGKILL)
+    """End the ranks with all processes that they have started: each rank leads a session. torchrun waits for them."""
+    with suppress(OSError):
+        for process in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            with suppress(OSError):
+                if os.getpgid(int(process)) == int(process):
+                    os.killpg(int(process), signal.SIGKILL)
 
 
 def _tell(error: ChildFailedError) -> None:

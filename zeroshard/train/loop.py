@@ -31,7 +31,7 @@ from .live.terminal import rank_zero_console
 from .probe import Probe
 from .rank import Rank
 from .record import Record
-from .stopping import BY_SIGNAL, tell_launcher
+from .stopping import BY_SIGNAL, FINISHED, tell_launcher
 from .task import Task, mean
 from .views import trace_line
 
@@ -84,59 +84,65 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     probe = Probe(model, job.train, record, trace_file if here.rank == 0 else None)
     checkpoints = RunCheckpoints(start, out, model, optimizer, scheduler)
     recorder = Recorder(model, out, tokens=task.tokens_a_step, batch=job.train.batch)
-    with recorder, probe, audience.bar, checkpoints:
-        saved = checkpoints.load()
-        done = 0 if saved is None else int(saved["step"])
-        _begin(here, job, out, audience, model, done, task.tokens_a_step)
-        if saved is None:
-            if resume != NEVER:
-                audience.say("no checkpoint to resume from: training begins at the first step")
-            _evaluate(task, model, 0, record, recorder, audience)
-            _say_sample(task, model, "before", audience)
-            record.disturbed(0)
-        else:
-            record.resume(done, saved["journal"])
-            audience.say(f"resumed after step {done}/{job.train.steps}")
-        step = done
-        loss = total = torch.zeros((), device=here.device)
-        for step in range(done + 1, job.train.steps + 1):
-            batches = task.micro_batches(step)
-            record.micro_batches = len(batches)
-            probe.begin(step)
-            total = torch.zeros((), device=here.device)
-            for batch in batches:
-                loss = task.loss(model, batch)
-                loss.backward()
-                total += loss.detach()
-            probe.before_update(step)
-            lr = float(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            probe.end(step)
-            audience.bar.reach(step)
+    with checkpoints:
+        with recorder, probe, audience.bar:
+            saved = checkpoints.load()
+            done = 0 if saved is None else int(saved["step"])
+            _begin(here, job, out, audience, model, done, task.tokens_a_step)
+            if saved is None:
+                if resume != NEVER:
+                    audience.say("no checkpoint to resume from: training begins at the first step")
+                _evaluate(task, model, 0, record, recorder, audience)
+                _say_sample(task, model, "before", audience)
+                record.disturbed(0)
+            else:
+                record.resume(done, saved["journal"])
+                audience.say(f"resumed after step {done}/{job.train.steps}")
+            step = done
+            loss = total = torch.zeros((), device=here.device)
+            for step in range(done + 1, job.train.steps + 1):
+                batches = task.micro_batches(step)
+                record.micro_batches = len(batches)
+                probe.begin(step)
+                total = torch.zeros((), device=here.device)
+                for batch in batches:
+                    loss = task.loss(model, batch)
+                    loss.backward()
+                    total += loss.detach()
+                probe.before_update(step)
+                lr = float(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                probe.end(step)
+                audience.bar.reach(step)
 
-            last = step == job.train.steps
-            if step == done + 1 or step % job.train.report_every == 0 or last:  # reading the loss waits for the device
-                record.measured(step, mean(model, total), zeroshard.stats(model))
-                recorder.log(loss=record.losses[-1])
-                audience.tell(StepEvent.of_record(record, step, job.train.steps, lr))
-            if last:
-                zeroshard.synchronize(model)  # publishes a delayed update
-            if step % job.train.evaluate_every == 0 or last:
-                with record.stopwatch.paused(), recorder.paused():
-                    _evaluate(task, model, step, record, recorder, audience)
-            if checkpoints.after_step(step, record.state_dict()):
-                recorder.reason = f"stopped: {checkpoints.stopped}"
-                audience.say(f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}")
-                break
-        checkpoints.finish()
+                last = step == job.train.steps
+                if step == done + 1 or step % job.train.report_every == 0 or last:  # to read the loss is to wait
+                    record.measured(step, mean(model, total), zeroshard.stats(model))
+                    recorder.log(loss=record.losses[-1])
+                    audience.tell(StepEvent.of_record(record, step, job.train.steps, lr))
+                if last:
+                    zeroshard.synchronize(model)  # publishes a delayed update
+                if step % job.train.evaluate_every == 0 or last:
+                    with record.stopwatch.paused(), recorder.paused():
+                        _evaluate(task, model, step, record, recorder, audience)
+                if checkpoints.after_step(step, record.state_dict()):
+                    assert checkpoints.stopped is not None
+                    tell_launcher(BY_SIGNAL if checkpoints.stopped_by_signal else checkpoints.stopped)
+                    recorder.reason = f"stopped: {checkpoints.stopped}"
+                    audience.say(
+                        f"stopped after step {step} ({checkpoints.stopped}); saved {checkpoints.path_of(step)}"
+                    )
+                    break
+            checkpoints.finish()
 
-    stopped, weights = checkpoints.stopped, list[Path]()
-    if stopped is None:
-        if _is_finite(record.losses):  # the same on all ranks, which sample together
-            _say_sample(task, model, "after", audience)
-        weights = task.save(model, out)
+        stopped, weights = checkpoints.stopped, list[Path]()
+        if stopped is None:
+            if _is_finite(record.losses):  # the same on all ranks, which sample together
+                _say_sample(task, model, "after", audience)
+            weights = task.save(model, out)
+            tell_launcher(FINISHED)
     end = RunEnd.of_record(
         record,
         step,
@@ -153,7 +159,6 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
     if stopped is not None:
         if checkpoints.stopped_by_signal:
             audience.say("go on with the same command and --resume auto")
-        tell_launcher(BY_SIGNAL if checkpoints.stopped_by_signal else stopped)
         audience.tell(end)
         return
     del model, optimizer, scheduler, probe, checkpoints, recorder, loss, total  # room for the sample

@@ -1,6 +1,7 @@
 """What ends a run before its last step: a signal, a terminal that is closed, a launcher that is gone."""
 
 import os
+import select
 import signal
 import stat
 import sys
@@ -14,10 +15,11 @@ from typing import Any, Self
 
 from ..storage.background import abandon_all, finish_all
 
-STOP_FILE = "ZEROSHARD_STOP_FILE"  # environment variable: a file in which rank 0 tells the launcher of an early end
+STOP_FILE = "ZEROSHARD_STOP_FILE"  # environment variable: a file in which a rank tells its launcher how the run ended
 LAUNCHER = "ZEROSHARD_LAUNCHER"  # environment variable: the process of `zeroshard train` that started the ranks
 COMMAND = "ZEROSHARD_COMMAND"  # environment variable: the command that started the ranks, for what they print
 BY_SIGNAL = "a signal"
+FINISHED = "finished"
 SAVING_SECONDS = 300
 """How long ranks that were told to stop may take to save."""
 LOOK_SECONDS = 0.2
@@ -54,21 +56,34 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
         _told_to_stop.set()
-        leave_closed_terminal()
+        self._ask()
+        leave_closed_output()
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
-                text = "Ctrl-C: the run saves after this step and ends; Ctrl-C once more ends it without"
-                print(f"{command_title()}: {text}", file=sys.stderr, flush=True)
-        self._ask()
+                again = "; Ctrl-C once more ends it at once" if LAUNCHER in os.environ else ""
+                with suppress(OSError, RuntimeError):  # nobody reads, or the signal came in the middle of another line
+                    text = f"Ctrl-C: the run saves and ends{again}"
+                    print(f"{command_title()}: {text}", file=sys.stderr, flush=True)
 
 
-def leave_closed_terminal() -> None:
-    """Send output nowhere if its terminal was closed. Else the next line that is printed would raise."""
+def leave_closed_output() -> None:
+    """Send output nowhere if its terminal was closed, or its reader is gone. Else the next line would raise.
+
+    Ctrl-C also ends the reader in `zeroshard train | tee log`.
+    """
     for descriptor in (1, 2):
         with suppress(OSError):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            mode = os.fstat(descriptor).st_mode
+            closed = stat.S_ISCHR(mode) and not os.isatty(descriptor)
+            if closed or (stat.S_ISFIFO(mode) and not _has_reader(descriptor)):
                 _send_nowhere(descriptor)
+
+
+def _has_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _send_nowhere(descriptor: int) -> None:
@@ -99,8 +114,8 @@ def command_title() -> str:
 
 
 def tell_launcher(reason: str) -> None:
-    """Tell the process that started the ranks that the run ended early, and why."""
-    if file := os.environ.get(STOP_FILE):
+    """Tell the process that started this node's ranks why the run ended. Every rank calls this."""
+    if (file := os.environ.get(STOP_FILE)) and os.environ.get("LOCAL_RANK", "0") == "0":
         Path(file).write_text(reason)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +39,10 @@ class Factory:
         if not module or not name:
             raise ModelError(f"--model {source}: must be module:factory, as in my_project.models:build")
         if module.endswith(".py"):
-            dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
-            raise ModelError(f"--model {source}: must name a module, not a file; write {dotted}:{name}")
+            file = Path(module)
+            elsewhere = file.is_absolute() or ".." in file.parts
+            written = f"{file.stem}:{name}, with PYTHONPATH={file.parent}" if elsewhere else f"{dotted(file)}:{name}"
+            raise ModelError(f"--model {source}: must name a module, not a file; write {written}")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         try:
@@ -163,3 +166,12 @@ def arguments_for(model: nn.Module, inputs: Any, setup: Setup) -> tuple[list[Any
         return [], {key: ready(value) for key, value in inputs.items()}
     values = [inputs] if isinstance(inputs, Tensor) else inputs
     return [ready(value) for value in values], {}
+
+
+def dotted(file: Path) -> str:
+    """The name by which a file below this folder is imported.
+
+    >>> dotted(Path("./my_project/models.py"))
+    'my_project.models'
+    """
+    return ".".join(file.with_suffix("").parts)

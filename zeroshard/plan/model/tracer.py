@@ -354,7 +354,8 @@ class _Tracer(compat.OperationWatch):
     def _end_backward(self) -> None:
         """The backward of the last unit is over. Gradients that wait for one that did not come are copied at last."""
         if self._waiting and not self._depositing:
-            self._moments[Moment.DEPOSITING, self._last] = [self._after[self._last] + self._waiting]
+            found = self._moments.setdefault((Moment.DEPOSITING, self._last), [])
+            found.append(self._after[self._last] + self._waiting)
         self._waiting, self._depositing = 0, False
 
     def _wait_for_deposit(self, size: int) -> None:
