@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import zeroshard
 from tests.docs.given import preamble
 from zeroshard.config.job import presets
 
+MACHINES = Path(zeroshard.__file__).parent / "plan/machine/machines"
 PROGRAM = """
 model, optimizer = zeroshard.shard(model, optimizer, stage=3)
 for batch in batches:
@@ -41,6 +43,7 @@ def furnish(folder: Path) -> None:
     from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM  # seconds to import
 
     (folder / "my.toml").write_text(presets()["tiny"].read_text())
+    (folder / "machine.toml").write_text((MACHINES / "h100.toml").read_text())
     (folder / "train.py").write_text(preamble("model, optimizer, batches") + PROGRAM)
     recorded = preamble("model, optimizer, batches") + RECORDED
     for name in ("runs/mine", "runs/a", "runs/b"):
