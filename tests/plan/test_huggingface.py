@@ -83,7 +83,7 @@ def assert_as_planned(model: Model) -> None:
         assert volume(model.trace(setup), setup).elements == found.volume_elements, about
 
 
-@pytest.mark.parametrize("kind", quick(ARCHITECTURES, "qwen3_moe"))
+@pytest.mark.parametrize("kind", quick(ARCHITECTURES, "llama"))
 def test_states_peak_and_volume_are_those_of_the_runtime(kind: str, tmp_path: Path) -> None:
     assert_as_planned(planned(kind, tmp_path))
 
@@ -97,7 +97,7 @@ def test_adapters_on_a_frozen_model_are_planned_as_the_runtime_trains_them(tmp_p
     assert_as_planned(with_adapters(planned("llama", tmp_path), rank=8))
 
 
-@pytest.mark.parametrize("kind", quick(("gemma3_text", "gpt_oss", "deepseek_v3", "llama"), "gemma3_text"))
+@pytest.mark.parametrize("kind", quick(("gemma3_text", "gpt_oss", "deepseek_v3", "llama"), "llama"))
 def test_a_deep_model_is_planned_from_a_few_of_its_blocks(kind: str, tmp_path: Path) -> None:
     """Blocks of several kinds alternate, or the first ones differ."""
     model = planned(kind, tmp_path, num_hidden_layers=14)
@@ -241,6 +241,7 @@ def test_experts_are_planned_in_every_precision_and_with_adapters(precision: Any
 CHOICES: tuple[Any, ...] = (0.3, 0.75, "*.layers.[13]", ("*.layers.0", "*.layers.4"))
 
 
+@pytest.mark.slow
 @matrix(stage=range(4), offload=(None, Offload()))
 def test_a_part_of_the_blocks_that_is_recomputed_is_planned(
     stage: int, offload: Offload | None, tmp_path: Path
