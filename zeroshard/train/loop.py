@@ -118,7 +118,8 @@ def _train(here: Rank, job: Job, out: Path, trace_file: Path | None, resume: str
                 audience.bar.reach(step)
 
                 last = step == job.train.steps
-                if step == done + 1 or step % job.train.report_every == 0 or last:  # to read the loss is to wait
+                # Reading the loss waits for the device.
+                if step == done + 1 or step % job.train.report_every == 0 or last:
                     record.measured(step, mean(model, total), zeroshard.stats(model))
                     recorder.log(loss=record.losses[-1])
                     audience.tell(StepEvent.of_record(record, step, job.train.steps, lr))

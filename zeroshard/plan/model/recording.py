@@ -33,7 +33,7 @@ class Moment(Enum):
     ROOT_BACKWARD = 4
     """The root, after the backward of a unit began."""
     DEPOSITING = 5
-    """As BACKWARD, from the moment on at which gradients are copied to a buffer. It does not count."""
+    """As BACKWARD, after the first gradients of the unit were copied to their buffer. The buffer does not count."""
 
 
 class Outline(NamedTuple):
