@@ -25,8 +25,10 @@ class ActivationBytes:
     backward: tuple[int, ...]
     """The maximum while the backward of a unit runs and its gradients have no buffer. Those that have arrived count."""
     depositing: tuple[int, ...]
-    """The maximum while the backward of a unit runs and its gradients have a buffer. The buffer does not count. Gradients
-    count until they are copied to it."""
+    """The maximum while the backward of a unit runs and its gradients have a buffer.
+
+    The buffer does not count. Gradients count until they are copied to it.
+    """
     after_backward: tuple[int, ...]
     """The bytes at the moment when the last gradient of a unit has arrived."""
     host: int = 0
